@@ -1,0 +1,141 @@
+"""The domain's values: what a sandbox is, what a command yields, what a directory holds.
+
+Frozen dataclasses without behaviour. They are internal: what crosses a process or a disk is in ``models.py``
+(public JSON), ``spec/wire.md`` and the manager's records. Paths and names are ``str`` with surrogate escapes
+(:func:`os.fsdecode`), so bytes that are not UTF-8 survive the way there and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+WORKSPACE = "/workspace"
+
+IsolationClass = Literal["process", "container", "gvisor", "vm"]
+NetworkPolicy = Literal["none", "full", "allowlist"]
+LimitName = Literal["cpus", "memory", "pids", "disk", "network"]
+FileType = Literal["file", "directory", "symlink", "other"]
+Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """Everything a backend needs to create an environment.
+
+    ``cpus`` is in cores, sizes in MiB. ``image_digest`` names the exact content to use; an empty one means that the
+    image cannot be pinned (the ``host`` image). ``env`` is the sandbox's part of each command's environment and must
+    never reach a runtime's configuration, argv or labels.
+    """
+
+    image: str
+    image_digest: str
+    cpus: float
+    memory_mb: int
+    pids_limit: int
+    disk_mb: int
+    tmp_mb: int
+    network: NetworkPolicy = "none"
+    read_only_rootfs: bool = True
+    uid: int = 1000
+    gid: int = 1000
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedImage:
+    """An image name resolved to content: ``digest`` is empty and ``pinned`` false where it can change underneath."""
+
+    name: str
+    digest: str
+    pinned: bool
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one backend can do on this machine; also public JSON at ``GET /v1/backends``.
+
+    ``enforces`` holds the limits that are really enforced here. ``notes`` says why, for each capability that is absent
+    or weaker than its name promises. See ``docs/design`` for the meaning of each field.
+    """
+
+    isolation: IsolationClass
+    accelerated: bool = True
+    enforces: frozenset[LimitName] = frozenset()
+    network: frozenset[NetworkPolicy] = frozenset({"none"})
+    userns: bool = False
+    guest: bool = False
+    layered_workspace: bool = False
+    checkpoint: bool = False
+    pause: bool = False
+    resize: bool = False
+    fuse: bool = False
+    nested_containers: bool = False
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecOutput:
+    """A chunk of a command's output, as the kernel gave it: never split, joined or decoded by lines."""
+
+    stream: Stream
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExecExit:
+    """How a command ended: exactly one of ``code`` and ``signal`` is set.
+
+    ``message`` says why it could not be started (codes 126 and 127). ``oom_killed`` is ``None`` where the backend
+    cannot know. Times are in seconds, ``max_rss_kb`` in KiB, those of the command's own process and the children
+    it waited for.
+    """
+
+    code: int | None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool | None = None
+    message: str = ""
+    wall_seconds: float = 0.0
+    user_seconds: float = 0.0
+    system_seconds: float = 0.0
+    max_rss_kb: int = 0
+
+
+ExecEvent = ExecOutput | ExecExit
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One name in a directory. ``size`` is in bytes, ``mode`` the permission bits, ``mtime_ns`` since the epoch."""
+
+    name: str
+    path: str
+    type: FileType
+    size: int
+    mode: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export holds: the bytes of its regular files without holes, its entries, and what was left out.
+
+    ``skipped`` has at most 100 pairs of path and reason; ``skipped_total`` is the whole count.
+    """
+
+    file_bytes: int
+    entries: int
+    skipped: tuple[tuple[str, str], ...] = ()
+    skipped_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentInfo:
+    """One environment as ``inspect`` shows it: what was asked and what the backend observes now."""
+
+    id: str
+    running: bool
+    details: Mapping[str, object] = field(default_factory=dict)
