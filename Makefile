@@ -1,0 +1,90 @@
+# The one task list. `make` or `make help` shows it. A step that has nothing to do does nothing: what was
+# done is remembered in build/stamps, by the files that it was made from.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := build/stamps
+STEP := scripts/step
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo --preserve-env=PATH,CARGO_HOME,RUSTUP_HOME)
+
+RUST_SOURCES := $(wildcard Cargo.toml Cargo.lock) $(shell find crates -name '*.rs' -o -name Cargo.toml)
+ENGINE_SOURCES := scripts/build-sandboxd $(shell find crates/engine -name '*.py' -o -name pyproject.toml)
+
+##@ Use
+.PHONY: quickstart
+quickstart: setup ## Set everything up and run the main job end to end
+	@$(SUDO) $(BIN)/agent-sandbox quickstart
+
+.PHONY: setup
+setup: $(STAMPS)/python ## Install what is missing: system packages, virtual environment, daemon
+	@:
+
+$(STAMPS)/system: scripts/setup-system scripts/find-python
+	@$(STEP) "System packages" "See above for what to install, then run make again." scripts/setup-system
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/venv: | $(STAMPS)/system
+	@$(STEP) "Virtual environment $(VENV)" "Remove $(VENV) and run make again." \
+	    bash -c 'test -x $(BIN)/python || "$$(scripts/find-python)" -m venv $(VENV)'
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/engine: $(RUST_SOURCES) $(ENGINE_SOURCES) $(STAMPS)/venv
+	@$(STEP) "Daemon (Rust; about a minute the first time)" "If it is the network, run make again." \
+	    $(BIN)/python -m pip install --disable-pip-version-check --force-reinstall --no-deps ./crates/engine
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/python: pyproject.toml constraints.txt $(STAMPS)/engine
+	@$(STEP) "Python packages" "If it is the network, run make again." \
+	    $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[server,cli,dev]'
+	@mkdir -p $(@D) && touch $@
+
+##@ Develop
+.PHONY: test
+test: setup ## Run every test: Rust, Python, and those on the real runtime (root)
+	cargo test --locked --workspace --quiet
+	$(SUDO) $(BIN)/python -m pytest
+
+.PHONY: test-fast
+test-fast: setup ## Run the Python tests that need neither root nor a runtime
+	$(BIN)/python -m pytest -m "not real"
+
+.PHONY: check
+check: setup ## Run every static check: style, types, import order, Rust lints, generated files
+	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
+	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check .
+	@$(STEP) "mypy" "See the types above." $(BIN)/mypy
+	@$(STEP) "import order" "See [tool.importlinter] in pyproject.toml." $(BIN)/lint-imports
+	@$(STEP) "cargo fmt" "Run: make format" cargo fmt --all --check
+	@$(STEP) "cargo clippy" "See the lints above." \
+	    cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	@$(STEP) "generated files" "Run: make docs" $(BIN)/python scripts/generate.py --check
+
+.PHONY: format
+format: setup ## Format the Python and Rust sources
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+	@cargo fmt --all
+
+.PHONY: docs
+docs: setup ## Generate spec/openapi.json and the reference pages
+	@$(BIN)/python scripts/generate.py
+
+.PHONY: bench
+bench: setup ## Measure the promised figures on this machine (root)
+	@$(SUDO) $(BIN)/python -m tests.bench
+
+.PHONY: clean
+clean: ## Remove everything that make made
+	@rm -rf build target $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests crates scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^##@/ { printf "%s\n", substr($$0, 5) } \
+	    /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
