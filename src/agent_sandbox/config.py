@@ -23,8 +23,8 @@ PREFIX = "AGENT_SANDBOX_"
 MIN_KEY_LENGTH = 16
 
 
-def _setting(default: Any, help: str, *, low: float | None = None, high: float | None = None, secret: bool = False) -> Any:
-    metadata = {"help": help, "low": low, "high": high, "secret": secret}
+def _setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
+    metadata = {"help": help, "low": low, "high": high}
     if isinstance(default, tuple):
         return dataclasses.field(default_factory=lambda: default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -44,7 +44,7 @@ class Settings:
     api_keys: tuple[str, ...] = dataclasses.field(
         default=(),
         repr=False,
-        metadata={"help": "Comma-separated keys that clients present, each at least 16 characters.", "secret": True},
+        metadata={"help": "Comma-separated keys that clients present, each at least 16 characters."},
     )
     insecure_no_auth: bool = _setting(False, "Serve without keys. For experiments on a private machine only.")
     host: str = _setting("127.0.0.1", "Address to listen on.")
@@ -58,7 +58,7 @@ class Settings:
     sandbox_user: str = _setting("1000:1000", "uid:gid of commands inside a sandbox; never 0.")
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
-    allow_unenforced: bool = _setting(False, "Accept an asked-for limit that the backend cannot enforce; it is reported.")
+    allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")
     max_sandboxes: int = _setting(20, "Sandboxes alive at once.", low=1, high=100_000)
     default_timeout_seconds: int = _setting(900, "Time to live of a sandbox that asks for none.", low=1)
     max_timeout_seconds: int = _setting(86400, "Longest time to live.", low=1)
@@ -77,7 +77,7 @@ class Settings:
     max_file_bytes: int = _setting(52_428_800, "Largest file to read or write in one request.", low=1)
     max_snapshot_bytes: int = _setting(1_073_741_824, "Most bytes of regular files in a snapshot.", low=1)
     reap_interval_seconds: float = _setting(10.0, "How often expired sandboxes are looked for.", low=0.05)
-    idle_exit_seconds: float = _setting(0.0, "Stop the server after this long without a sandbox or request; 0: never.", low=0)
+    idle_exit_seconds: float = _setting(0.0, "Stop the server after this long without a sandbox; 0: never.", low=0)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -160,7 +160,7 @@ def _parse(name: str, value: Any) -> Any:
             parts = value.split(",") if isinstance(value, str) else value
             return tuple(str(part).strip() for part in parts if str(part).strip())
         if isinstance(value, bool):
-            raise ValueError("not a number" if kind in {"int", "float"} else "not a text")
+            raise TypeError("not a number" if kind in {"int", "float"} else "not a text")
         return {"int": int, "float": float, "str": str}[kind](value)
     except (ValueError, TypeError, OverflowError) as error:
         shown = "" if name == "api_keys" else f" {value!r}"

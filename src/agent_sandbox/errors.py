@@ -6,7 +6,7 @@
     ├── InvalidRequestError      invalid_request     the caller asked for something that cannot be right
     ├── ValidationError          validation_error    a field has the wrong name, type or range
     ├── UnauthorizedError        unauthorized        no key, or an unknown one
-    ├── ForbiddenError           forbidden           the server's policy does not allow it
+    ├── ForbiddenError           forbidden           policy, or the rights of the sandbox user, do not allow it
     ├── NotFoundError            not_found           there is no such sandbox, snapshot, image or file
     ├── ConflictError            conflict            it is in a state, or changes while, this cannot be done
     ├── PayloadTooLargeError     payload_too_large   above a limit of size
@@ -55,7 +55,7 @@ class UnauthorizedError(SandboxError):
 
 
 class ForbiddenError(SandboxError):
-    """The server's policy does not allow the request."""
+    """The server's policy, or the rights of the sandbox user, do not allow the request."""
 
     code = "forbidden"
 

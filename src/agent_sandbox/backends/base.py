@@ -107,12 +107,12 @@ class Backend(abc.ABC):
         workdir: str,
         timeout_seconds: float,
     ) -> AsyncGenerator[ExecEvent, None]:
-        """Run a command as the sandbox user; yield :class:`ExecOutput` as it arrives, then exactly one :class:`ExecExit`.
+        """Run a command as the sandbox user; yield :class:`ExecOutput` as it arrives, then one :class:`ExecExit`.
 
-        ``env`` is the exec's own part: the backend puts it over the image's, ``HOME``, ``PATH`` and the spec's. On timeout
-        every process that the command started is killed and ``timed_out`` is set. Closing the generator early kills
-        the command's tree as well. A missing program is exit code 127 and one that cannot be executed 126, each with a
-        message; a missing ``workdir`` raises :class:`InvalidRequestError` before the command starts.
+        ``env`` is the exec's own part: the backend puts it over the image's, ``HOME``, ``PATH`` and the spec's. On
+        timeout every process that the command started is killed and ``timed_out`` is set. Closing the generator early
+        kills the command's tree as well. A missing program is exit code 127 and one that cannot be executed 126, each
+        with a message; a missing ``workdir`` raises :class:`InvalidRequestError` before the command starts.
         """
 
     @abc.abstractmethod
@@ -132,7 +132,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def list_files(self, id: str, path: str) -> list[FileEntry]:
-        """The direct children of a directory, dotfiles included, by name. :class:`NotFoundError`; ``InvalidRequestError``."""
+        """The direct children of a directory, dotfiles included, by name.
+
+        :class:`NotFoundError`; :class:`InvalidRequestError` when it is no directory.
+        """
 
     @abc.abstractmethod
     async def export_workspace(self, id: str, dest: ByteSink, max_bytes: int) -> ExportReport:

@@ -1,0 +1,179 @@
+"""Write the golden bytes of the wire from first principles: struct, hmac and MessagePack by hand.
+
+It uses nothing of the project, so that an error in an implementation cannot hide in its own vectors. Run it in this
+folder; it rewrites ``frames.json``, ``hello.json`` and ``reject.json``, which are committed.
+"""
+
+import hashlib
+import hmac
+import json
+import pathlib
+import struct
+from typing import Any
+
+KIND = {
+    "HELLO": 1, "OPEN": 2, "DATA": 3, "EOF": 4, "CREDIT": 5,
+    "END": 6, "RESET": 7, "PING": 8, "PONG": 9, "GOAWAY": 10,
+}  # fmt: skip
+
+
+def frame(kind: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">IBI", len(payload), kind, stream) + payload
+
+
+def pack(value: Any) -> bytes:
+    """MessagePack, the parts used here, in their shortest form."""
+    if value is None:
+        return b"\xc0"
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, int):
+        if 0 <= value < 128:
+            return bytes([value])
+        for limit, head, form in (
+            (1 << 8, 0xCC, ">B"),
+            (1 << 16, 0xCD, ">H"),
+            (1 << 32, 0xCE, ">I"),
+            (1 << 64, 0xCF, ">Q"),
+        ):
+            if 0 <= value < limit:
+                return bytes([head]) + struct.pack(form, value)
+    if isinstance(value, bytes):
+        head = b"\xc4" + bytes([len(value)]) if len(value) < 256 else b"\xc5" + struct.pack(">H", len(value))
+        return head + value
+    if isinstance(value, str):
+        raw = value.encode()
+        return (bytes([0xA0 | len(raw)]) if len(raw) < 32 else b"\xd9" + bytes([len(raw)])) + raw
+    if isinstance(value, list):
+        return bytes([0x90 | len(value)]) + b"".join(map(pack, value))
+    if isinstance(value, dict):
+        return bytes([0x80 | len(value)]) + b"".join(pack(k) + pack(v) for k, v in value.items())
+    raise TypeError(value)
+
+
+EXEC = {
+    "op": "exec.start",
+    "args": {
+        "argv": [b"/bin/sh", b"-c", b"printf '\xff'"],
+        "env": [[b"PATH", b"/usr/bin:/bin"], [b"HOME", b"/workspace"]],
+        "cwd": b"/workspace",
+        "timeout_ms": 60000,
+    },
+}
+EXIT = {"code": 3, "timed_out": False, "user_us": 1200, "system_us": 800, "max_rss_kb": 3400, "wall_us": 2100}
+ENTRY = {
+    "name": b"a\xffb",
+    "path": b"/workspace/a\xffb",
+    "type": "file",
+    "size": 5,
+    "mode": 0o644,
+    "mtime_ns": 1700000000123456789,
+}
+
+FRAMES = [
+    ("hello with unknown field", "HELLO", 0, pack({"generation": 1, "nonce": bytes(range(32)), "later": [1]})),
+    ("open exec", "OPEN", 1, pack(EXEC)),
+    ("open with args to follow", "OPEN", 3, pack({"op": "exec.start", "args_len": 1048576})),
+    ("open list", "OPEN", 5, pack({"op": "fs.list", "args": {"path": b"/workspace"}})),
+    ("open read", "OPEN", 7, pack({"op": "fs.read", "args": {"path": b"/workspace/x", "max_bytes": 52428800}})),
+    ("open write", "OPEN", 9, pack({"op": "fs.write", "args": {"path": b"/workspace/\xff", "mode": 0o755}})),
+    ("open info", "OPEN", 4294967295, pack({"op": "sys.info", "args": {}})),
+    ("stdout with bytes that are not UTF-8", "DATA", 1, b"\x01\xff\x00\r\n"),
+    ("stderr", "DATA", 1, b"\x02oops"),
+    ("largest data", "DATA", 1, b"\x01" + b"x" * 65535),
+    ("upload", "DATA", 9, b"\x00#!/bin/sh\n"),
+    ("end of upload", "EOF", 9, b"\x00"),
+    ("credit", "CREDIT", 1, struct.pack(">I", 131072)),
+    ("exit", "END", 1, pack(EXIT)),
+    ("killed", "END", 1, pack({"signal": 9, "timed_out": True, "user_us": 0, "system_us": 0, "max_rss_kb": 0, "wall_us": 2000000})),
+    ("not found program", "END", 1, pack({"code": 127, "message": "nope: not found", "timed_out": False, "user_us": 0, "system_us": 0, "max_rss_kb": 0, "wall_us": 900})),
+    ("error", "END", 7, pack({"error": {"code": "not_found", "message": "/workspace/x: no such file"}})),
+    ("entry", "END", 9, pack({"entry": ENTRY})),
+    ("reset", "RESET", 1, pack({"reason": "the client went away"})),
+    ("ping", "PING", 0, b"12345678"),
+    ("pong", "PONG", 0, b"12345678"),
+    ("go away", "GOAWAY", 0, pack({"code": "shutdown", "message": "the sandbox ends"})),
+]  # fmt: skip
+
+OPEN_1 = frame(2, 1, pack({"op": "fs.list", "args": {"path": b"/"}}))
+REJECT = [
+    ("a length above the cap, as soon as four bytes are there", "daemon", False, struct.pack(">I", 65537)),
+    ("a hello above 1,024 bytes", "daemon", False, struct.pack(">IBI", 1025, 1, 0)),
+    ("unknown kind 0", "daemon", True, frame(0, 0, b"")),
+    ("unknown kind 11", "client", True, frame(11, 0, b"")),
+    ("an operation before the hello", "daemon", False, OPEN_1),
+    ("a ping before the hello", "daemon", False, frame(8, 0, b"12345678")),
+    ("a hello without nonce", "daemon", False, frame(1, 0, pack({"generation": 1}))),
+    ("a hello with a short nonce", "daemon", False, frame(1, 0, pack({"generation": 1, "nonce": b"x" * 31}))),
+    ("a hello of generation 0", "daemon", False, frame(1, 0, pack({"generation": 0, "nonce": b"x" * 32}))),
+    ("a hello of a generation far ahead", "daemon", False, frame(1, 0, pack({"generation": 3, "nonce": b"x" * 32}))),
+    ("a hello that is no map", "daemon", False, frame(1, 0, b"\x93\x01\x02\x03")),
+    ("a hello with bytes behind the map", "daemon", False, frame(1, 0, pack({"generation": 1, "nonce": b"x" * 32}) + b"\x00")),
+    ("a hello on a stream", "daemon", False, frame(1, 1, pack({"generation": 1, "nonce": b"x" * 32}))),
+    ("a second hello", "daemon", True, frame(1, 0, pack({"generation": 1, "nonce": b"x" * 32}))),
+    ("ping with 7 bytes", "daemon", True, frame(8, 0, b"1234567")),
+    ("ping on a stream", "daemon", True, frame(8, 1, b"12345678")),
+    ("an even stream from the client", "daemon", True, frame(2, 2, pack({"op": "sys.info", "args": {}}))),
+    ("stream 0", "daemon", True, frame(2, 0, pack({"op": "sys.info", "args": {}}))),
+    ("an odd stream from the daemon", "client", True, frame(2, 3, pack({"op": "sys.info", "args": {}}))),
+    ("the same stream twice", "daemon", True, OPEN_1 + OPEN_1),
+    ("open without args", "daemon", True, frame(2, 1, pack({"op": "sys.info"}))),
+    ("open whose args are no map", "daemon", True, frame(2, 1, pack({"op": "sys.info", "args": 3}))),
+    ("open whose op is no text", "daemon", True, frame(2, 1, pack({"op": 3, "args": {}}))),
+    ("open with a truncated map", "daemon", True, frame(2, 1, pack({"op": "sys.info", "args": {}})[:-1])),
+    ("arguments above 4 MiB", "daemon", True, frame(2, 1, pack({"op": "exec.start", "args_len": 4194305}))),
+    ("more arguments than announced", "daemon", True, frame(2, 1, pack({"op": "exec.start", "args_len": 2})) + frame(3, 1, b"\x03abc")),
+    ("data before the arguments are whole", "daemon", True, frame(2, 1, pack({"op": "fs.write", "args_len": 20})) + frame(3, 1, b"\x00abc")),
+    ("arguments that are no map", "daemon", True, frame(2, 1, pack({"op": "exec.start", "args_len": 1})) + frame(3, 1, b"\x03\x01")),
+    ("data for a stream never opened", "daemon", True, frame(3, 1, b"\x00abc")),
+    ("data without a byte", "client", True, frame(3, 1, b"\x01")),
+    ("data on the wrong channel", "client", True, frame(3, 1, b"\x00abc")),
+    ("data on channel 4", "client", True, frame(3, 1, b"\x04abc")),
+    ("standard output towards the daemon", "daemon", True, OPEN_1 + frame(3, 1, b"\x01abc")),
+    ("data beyond the credit", "client", True, frame(3, 1, b"\x01" + b"x" * 65535) * 4 + frame(3, 1, b"\x01x")),
+    ("data after end of file", "client", True, frame(4, 1, b"\x01") + frame(3, 1, b"\x01abc")),
+    ("end of file twice", "client", True, frame(4, 1, b"\x01") * 2),
+    ("end of file without a channel", "client", True, frame(4, 1, b"")),
+    ("credit of nothing", "client", True, frame(5, 1, b"\0\0\0\0")),
+    ("credit with 3 bytes", "client", True, frame(5, 1, b"\0\0\1")),
+    ("credit above the maximum", "client", True, frame(5, 1, b"\x7f\xff\xff\xff")),
+    ("end from the client", "daemon", True, OPEN_1 + frame(6, 1, pack({}))),
+    ("end of a stream never opened", "client", True, frame(6, 3, pack({}))),
+    ("end that is no map", "client", True, frame(6, 1, pack([1]))),
+    ("end with keys that are not text", "client", True, frame(6, 1, b"\x81\x01\x02")),
+]  # fmt: skip
+
+
+def main() -> None:
+    here = pathlib.Path(__file__).parent
+    frames = [
+        {"name": name, "kind": KIND[kind], "stream": stream, "payload_hex": payload.hex(),
+         "frame_hex": frame(KIND[kind], stream, payload).hex()}
+        for name, kind, stream, payload in FRAMES
+    ]  # fmt: skip
+    key, nonce_client, nonce_daemon = bytes(range(32)), b"C" * 32, b"D" * 32
+    said = struct.pack(">I", 1) + nonce_client + nonce_daemon
+    proofs = {role: hmac.new(key, role.encode() + said, hashlib.sha256).digest() for role in ("client", "daemon")}
+    hello = {
+        "key_hex": key.hex(),
+        "generation": 1,
+        "nonce_client_hex": nonce_client.hex(),
+        "nonce_daemon_hex": nonce_daemon.hex(),
+        "proof_client_hex": proofs["client"].hex(),
+        "proof_daemon_hex": proofs["daemon"].hex(),
+        "client_hello1_hex": frame(1, 0, pack({"generation": 1, "nonce": nonce_client})).hex(),
+        "daemon_hello_hex": frame(
+            1, 0, pack({"generation": 1, "nonce": nonce_daemon, "proof": proofs["daemon"]})
+        ).hex(),
+        "client_hello2_hex": frame(1, 0, pack({"proof": proofs["client"]})).hex(),
+    }
+    reject = [
+        {"name": name, "role": role, "after_hello": after, "hex": data.hex(), "why": name}
+        for name, role, after, data in REJECT
+    ]
+    for name, value in (("frames", {"frames": frames}), ("hello", hello), ("reject", {"reject": reject})):
+        (here / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
