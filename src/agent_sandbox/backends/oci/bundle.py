@@ -1,0 +1,164 @@
+"""The OCI bundle of a sandbox: what asked, what image and which paths, turned into a config.json value. Pure.
+
+The rules
+---------
+* Nothing secret goes in: no value of the sandbox's environment, no key. The runtime copies the file into its state.
+* ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon. What tells about the
+  host or changes it is masked or read-only, the same list that container engines use.
+* Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory, ``/workspace``
+  is on its own disk, the others are small and root's.
+* The daemon is bound from the host into ``/run``, a file system of the sandbox's own, so that images need no place for it.
+* Mounts are made in the order of the list; one that covers a part of another comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_sandbox.types import WORKSPACE, SandboxSpec
+
+LABEL = "io.agent-sandbox"
+DAEMON = "/run/sandboxd"
+LISTEN_FD, CONFIG_FD = 3, 4
+DAEMON_CAPABILITIES = (
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_FOWNER",
+    "CAP_KILL",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+)
+CPU_PERIOD_US = 100_000
+"""The kernel's default period; with it the smallest quota, 1 ms, is a hundredth of a core."""
+NOFILE = 20_000
+"""Descriptors of a process: enough for servers and build tools, and a bound on loops that close "all" of them."""
+SHM_MB = 64
+"""Size of /dev/shm, at most half of the memory: the default of container engines."""
+MIB = 1024 * 1024
+
+MASKED = (
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+)
+READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A host path shown read-only in the sandbox, without set-id bits and devices."""
+
+    source: Path
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of one environment are on the host.
+
+    ``daemon_args`` follow the daemon's path; ``binds`` come from the image; ``has_swap_limit`` says whether the kernel
+    can limit memory and swap together; ``nofile_limit`` is the host's own hard limit of descriptors.
+    """
+
+    rootfs: Path
+    workspace: Path
+    sandboxd: Path
+    cgroups_path: str
+    daemon_args: tuple[str, ...]
+    binds: tuple[Bind, ...] = ()
+    has_swap_limit: bool = True
+    nofile_limit: int = NOFILE
+
+
+def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the config.json of environment ``id``; its limits are those of ``spec``."""
+    capabilities = list(DAEMON_CAPABILITIES)
+    nofile = min(NOFILE, layout.nofile_limit)
+    return {
+        "ociVersion": "1.0.2",
+        "hostname": "sandbox",
+        "annotations": labels(id, instance),
+        "root": {"path": str(layout.rootfs), "readonly": spec.read_only_rootfs},
+        "process": {
+            "terminal": False,
+            "user": {"uid": 0, "gid": 0},
+            "args": [DAEMON, *layout.daemon_args],
+            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
+            "cwd": "/",
+            "capabilities": {name: capabilities for name in ("bounding", "effective", "permitted")},
+            "noNewPrivileges": True,
+            "rlimits": [
+                {"type": "RLIMIT_NOFILE", "soft": nofile, "hard": nofile},
+                {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+            ],
+        },
+        "mounts": mounts(spec, layout),
+        "linux": {
+            "namespaces": [{"type": name} for name in ("pid", "ipc", "uts", "mount", "network", "cgroup")],
+            "cgroupsPath": layout.cgroups_path,
+            "resources": resources(spec, has_swap_limit=layout.has_swap_limit),
+            "seccomp": dict(seccomp),
+            "maskedPaths": list(MASKED),
+            "readonlyPaths": list(READ_ONLY),
+            "rootfsPropagation": "rprivate",
+        },
+    }
+
+
+def labels(id: str, instance: str) -> dict[str, str]:
+    """The labels by which an environment and its server are known."""
+    return {f"{LABEL}.managed": "true", f"{LABEL}.id": id, f"{LABEL}.instance": instance}
+
+
+def resources(spec: SandboxSpec, *, has_swap_limit: bool) -> dict[str, Any]:
+    """The limits of ``spec`` as OCI resources; memory counts without swap, devices are the default set."""
+    memory: dict[str, Any] = {"limit": spec.memory_mb * MIB}
+    if has_swap_limit:
+        memory["swap"] = spec.memory_mb * MIB
+    quota = max(1000, round(spec.cpus * CPU_PERIOD_US))
+    return {
+        "devices": [{"allow": False, "access": "rwm"}],
+        "memory": memory,
+        "cpu": {"quota": quota, "period": CPU_PERIOD_US},
+        "pids": {"limit": spec.pids_limit},
+    }
+
+
+def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
+    """The mounts of a sandbox, in the order in which they are made."""
+    half = max(1, spec.memory_mb // 2)
+    tmp, shm = min(spec.tmp_mb, half), min(SHM_MB, half)
+    return [
+        *(_bind(bind.source, bind.destination, "ro") for bind in layout.binds),
+        _mount("proc", "/proc", "nosuid", "nodev", "noexec", "hidepid=2"),
+        _mount("sysfs", "/sys", "nosuid", "nodev", "noexec", "ro"),
+        _mount("tmpfs", "/dev", "nosuid", "noexec", "mode=0755", "size=1m"),
+        _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
+        _mount("tmpfs", "/dev/shm", "nosuid", "nodev", "noexec", "mode=1777", f"size={shm}m"),
+        _mount("tmpfs", "/tmp", "nosuid", "nodev", "mode=1777", f"size={tmp}m"),
+        _mount("tmpfs", "/run", "nosuid", "nodev", "noexec", "mode=0755", "size=1m"),
+        _bind(layout.sandboxd, DAEMON, "ro"),
+        _bind(layout.workspace, WORKSPACE, "rw"),
+    ]
+
+
+def _mount(kind: str, destination: str, *options: str) -> dict[str, Any]:
+    return {"destination": destination, "type": kind, "source": kind, "options": list(options)}
+
+
+def _bind(source: Path, destination: str, mode: str) -> dict[str, Any]:
+    options: Sequence[str] = ("bind", mode, "nosuid", "nodev")
+    return {"destination": destination, "type": "bind", "source": str(source), "options": list(options)}
