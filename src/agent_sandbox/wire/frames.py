@@ -53,7 +53,9 @@ class Frame:
 
 
 def encode_frame(kind: Kind, stream: int, payload: bytes) -> bytes:
-    """Return the bytes of one frame."""
+    """Return the bytes of one frame. Raises ``ValueError`` above the largest payload: the caller has to cut."""
+    if len(payload) > MAX_PAYLOAD:
+        raise ValueError(f"a payload of {len(payload)} bytes does not fit into a frame")
     return HEADER.pack(len(payload), kind, stream) + payload
 
 
