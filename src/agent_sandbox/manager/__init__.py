@@ -1,0 +1,19 @@
+"""Ids, quotas, times to live, locks, policy, snapshots, reconcile: everything above a backend. See ``manager.py``."""
+
+from __future__ import annotations
+
+from agent_sandbox.manager.manager import Manager
+from agent_sandbox.manager.policy import CreateOptions, ForkOptions
+from agent_sandbox.manager.records import BackendStatus, CommandResult, SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.requests import exit_status
+
+__all__ = [
+    "BackendStatus",
+    "CommandResult",
+    "CreateOptions",
+    "ForkOptions",
+    "Manager",
+    "SandboxRecord",
+    "SnapshotRecord",
+    "exit_status",
+]

@@ -1,0 +1,327 @@
+"""The sandboxes of this server: found again at start, watched, and removed when their time is over.
+
+At start, for each backend (one that is down is tried again on every sweep, its records are kept meanwhile):
+
+=========================================  =========================================================================
+record, its environment is listed kept; ``running`` as the backend says, so a stopped sandbox keeps its workspace
+record, its environment is not listed the sandbox is gone already: the record is removed, with a line in the log
+record, ``creating`` or ``destroying`` never acknowledged, or ended on purpose: both are removed record that cannot be
+read left alone, with every environment whose id begins with the sandbox's environment without a record an orphan (of
+a rollback, or a removal cut short): destroyed =========================================
+=========================================================================
+
+An unreadable record counts against MAX_SANDBOXES, because something lives behind it; a caller can still destroy it by
+its id.
+
+Removal runs in tracked tasks, never in the caller's: a caller who goes away does not stop it, :meth:`Fleet.close`
+waits for it, and what fails is tried again on the next sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeVar
+
+from agent_sandbox.backends.base import Backend
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError
+from agent_sandbox.manager.entries import Entry
+from agent_sandbox.manager.records import SandboxRecord
+from agent_sandbox.manager.snapshots import SnapshotStore
+from agent_sandbox.manager.state import DataLock, StateStore, StoredSandbox, prepare_data_dir
+from agent_sandbox.manager.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# Backend calls of upkeep at once: enough to hide their latency, too few to starve the callers'.
+_AT_ONCE = 8
+_CLOSE_SECONDS = 30.0
+
+
+class Fleet:
+    """Everything that lives, and the upkeep of it. One per DATA_DIR, which its lock sees to."""
+
+    def __init__(self, settings: Settings, backends: Mapping[str, Backend], clock: Callable[[], float]) -> None:
+        if not backends:
+            raise ValueError("a manager needs at least one backend")
+        self.settings = settings
+        self.backends = dict(backends)
+        self.default = next(iter(self.backends))
+        self.clock = clock
+        self.state = StateStore(settings.data_dir / "state.db")
+        self.snapshots = SnapshotStore(settings.data_dir / "snapshots")
+        self.tasks = Tasks()
+        self.entries: dict[str, Entry] = {}
+        self.unreadable: dict[str, StoredSandbox] = {}
+        self._lock = DataLock(settings.data_dir / "lock")
+        self._down: dict[str, str] = {}
+        self._orphans: dict[str, str] = {}
+        self._removing: set[str] = set()
+        self._upkeep = asyncio.Semaphore(_AT_ONCE)
+        self._sweeper: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def start(self) -> None:
+        """Open the state, start the backends, and put records and environments in accord.
+
+        :class:`ConflictError` when another server has the DATA_DIR or a newer one wrote it; :class:`BackendError`
+        when the default backend cannot start.
+        """
+        await asyncio.to_thread(prepare_data_dir, self.settings.data_dir)
+        await asyncio.to_thread(self._lock.acquire)
+        try:
+            await self.state.open()
+            await self.snapshots.start(await self.state.snapshot_ids())
+            for row in await self.state.load_sandboxes():
+                if row.record is None:
+                    self.unreadable[row.id] = row
+                else:
+                    self.entries[row.id] = Entry(row.record, row.environments, self.clock)
+                    self.entries[row.id].mark("restart")
+            self._down = dict.fromkeys(self.backends, "it has not been started")
+            for name in self.backends:
+                try:
+                    await self._bring_up(name)
+                except SandboxError as error:
+                    if name == self.default:
+                        raise
+                    self._down[name] = error.message
+                    log.warning("backend %s is down: %s", name, error)
+        except BaseException:
+            await self._let_go()
+            raise
+        self._sweeper = asyncio.create_task(self._sweep_for_ever(), name="sweep")
+
+    async def close(self) -> None:
+        """End what is under way and let go of everything; sandboxes and their commands keep running."""
+        self._closing = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        for entry in self.entries.values():
+            entry.shut()
+        if not await self.tasks.settle(_CLOSE_SECONDS):
+            log.warning("some removals did not end in time; the next start goes on with them")
+            self.tasks.cancel()
+            await self.tasks.settle(_CLOSE_SECONDS)
+        await self._let_go()
+
+    async def settle(self) -> None:
+        """Wait until no removal is under way in the background."""
+        await self.tasks.settle()
+
+    def backend(self, name: str) -> Backend:
+        """Give a backend that is up. :class:`BackendError` says why it is not."""
+        if self._closing:
+            raise BackendError("the server is shutting down")
+        if name not in self.backends:
+            raise BackendError(f"backend {name!r} is not configured in this server; add it to BACKENDS")
+        if name in self._down:
+            raise BackendError(f"backend {name!r} is down: {self._down[name]}")
+        return self.backends[name]
+
+    def find(self, id: str) -> Entry:
+        """Give a sandbox that is not gone for its callers. :class:`NotFoundError`."""
+        entry = self.entries.get(id)
+        if entry is None or entry.expired:
+            if id in self.unreadable:
+                raise BackendError(
+                    f"the record of sandbox {id} cannot be read, so it is left alone; destroying it removes it for good"
+                )
+            raise NotFoundError(f"sandbox {id} does not exist, or no longer does")
+        return entry
+
+    def usable(self, id: str) -> tuple[Entry, Backend]:
+        """Give a sandbox in which commands and files work, with its backend. No await, no database: the hot path."""
+        entry = self.find(id)
+        entry.require("use")
+        return entry, self.backend(entry.record.backend)
+
+    async def observe(self, entry: Entry) -> None:
+        """Ask the backend whether the environment runs; where it does not answer, what was known stays."""
+        record = entry.record
+        if entry.state not in {"running", "rolling_back"}:
+            return
+        try:
+            is_running = await self.backend(record.backend).is_running(record.env_id)
+        except SandboxError as error:
+            log.warning("sandbox %s: %s", record.id, error)
+            return
+        if entry.state in {"running", "rolling_back"} and entry.record.env_id == record.env_id:
+            entry.record = dataclasses.replace(entry.record, running=is_running)
+
+    async def observe_all(self, entries: Iterable[Entry]) -> None:
+        """:meth:`observe` many, a few at once."""
+        await self._each(list(entries), self.observe)
+
+    # Quota
+
+    async def make_room(self) -> None:
+        """Where the quota is used up, remove expired sandboxes now instead of on the next sweep."""
+        if self._is_full():
+            expired = [entry for entry in self.entries.values() if entry.expired]
+            await asyncio.gather(*(asyncio.shield(self.begin_destroy(e)) for e in expired), return_exceptions=True)
+
+    def reserve(self, record: SandboxRecord) -> Entry:
+        """Take a place for a new sandbox. :class:`LimitExceededError`. No await between the check and the place."""
+        if self._is_full():
+            limit = self.settings.max_sandboxes
+            raise LimitExceededError(f"there are {limit} sandboxes already, which is MAX_SANDBOXES; destroy one")
+        entry = Entry(record, 1, self.clock)
+        self.entries[record.id] = entry
+        return entry
+
+    def _is_full(self) -> bool:
+        return len(self.entries) + len(self.unreadable) >= self.settings.max_sandboxes
+
+    # Removal
+
+    def begin_destroy(self, entry: Entry, *, in_turn: bool = False) -> asyncio.Task[None]:
+        """Start the destruction of a sandbox, or give the one under way. Await it shielded.
+
+        ``in_turn`` is for upkeep: a few at once.
+        """
+        if entry.destruction is None or entry.destruction.done():
+            entry.doom()
+            entry.destruction = self.tasks.spawn(self._destroy(entry, in_turn), f"destroy {entry.record.id}")
+        return entry.destruction
+
+    async def _destroy(self, entry: Entry, in_turn: bool) -> None:
+        if in_turn:
+            async with self._upkeep:
+                await self._destroy(entry, False)
+            return
+        try:
+            async with entry.lock:
+                await self._destroy_locked(entry)
+        except SandboxError as error:
+            log.warning("destroying sandbox %s, to be tried again: %s", entry.record.id, error)
+            raise
+
+    async def _destroy_locked(self, entry: Entry) -> None:
+        try:
+            # So that a crash in the middle is not taken for a sandbox that stopped. Without it, less is lost than by
+            # refusing to destroy because the disk is full.
+            await entry.commit(self.state, "destroy")
+        except SandboxError as error:
+            log.warning("sandbox %s: %s", entry.record.id, error)
+        await self.backend(entry.record.backend).destroy(entry.record.env_id)
+        await self.retired(entry)
+        await entry.forget(self.state)
+        entry.mark("removed")
+        del self.entries[entry.record.id]
+
+    def retire(self, entry: Entry, env_id: str) -> None:
+        """Destroy an environment that is not the sandbox's any more, or never became it, in the background."""
+        self._orphans[env_id] = entry.record.backend
+        task = self.tasks.spawn(self._remove_orphan(env_id), f"destroy {env_id}")
+        entry.retiring.add(task)
+        task.add_done_callback(entry.retiring.discard)
+
+    async def retired(self, entry: Entry) -> None:
+        """Wait for what :meth:`retire` started."""
+        if entry.retiring:
+            await asyncio.wait(set(entry.retiring))
+
+    async def _remove_orphan(self, env_id: str) -> None:
+        if env_id in self._removing:
+            return
+        self._removing.add(env_id)
+        try:
+            await self.backend(self._orphans[env_id]).destroy(env_id)
+            del self._orphans[env_id]
+        except SandboxError as error:
+            log.warning("destroying environment %s, to be tried again: %s", env_id, error)
+        finally:
+            self._removing.discard(env_id)
+
+    async def remove_unreadable(self, id: str) -> None:
+        """Destroy what is behind a record that cannot be read, then the record, because its owner asked for it."""
+        row = self.unreadable[id]
+        backend = self.backend(row.backend)
+        for env_id in await backend.list_ids():
+            if _belongs(env_id, row):
+                await backend.destroy(env_id)
+        await self.state.delete_sandbox(id)
+        self.unreadable.pop(id, None)
+
+    # Start and sweep
+
+    async def _bring_up(self, name: str) -> None:
+        backend = self.backends[name]
+        await backend.start()
+        listed = set(await backend.list_ids())
+        del self._down[name]
+        for entry in [entry for entry in self.entries.values() if entry.record.backend == name]:
+            if entry.state == "destroying":
+                self.begin_destroy(entry, in_turn=True)
+            elif entry.record.env_id not in listed:
+                log.warning("sandbox %s is gone: its environment was removed while no server ran", entry.record.id)
+                await self.state.delete_sandbox(entry.record.id)
+                del self.entries[entry.record.id]
+        await self.observe_all(entry for entry in self.entries.values() if entry.record.backend == name)
+        mapped = {entry.record.env_id for entry in self.entries.values()}
+        for env_id in sorted(listed - mapped):
+            if any(_belongs(env_id, row) for row in self.unreadable.values()):
+                log.warning("environment %s is left alone: its record cannot be read", env_id)
+                continue
+            log.warning("environment %s has no record; destroying it", env_id)
+            self._orphans[env_id] = name
+        self._start_removals()
+
+    def _start_removals(self) -> None:
+        waiting = [env_id for env_id in self._orphans if env_id not in self._removing]
+        if waiting:
+            self.tasks.spawn(self._each(waiting, self._remove_orphan), "remove orphans")
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            try:
+                await self._sweep()
+            except Exception:
+                log.exception("a sweep failed; the next one goes on")
+            await asyncio.sleep(self.settings.reap_interval_seconds)
+
+    async def _sweep(self) -> None:
+        for name in list(self._down):
+            try:
+                await self._bring_up(name)
+            except SandboxError as error:
+                self._down[name] = error.message
+        for entry in list(self.entries.values()):
+            if entry.record.backend not in self.backends or entry.record.backend in self._down:
+                continue
+            if entry.expired or entry.state == "destroying":
+                self.begin_destroy(entry, in_turn=True)
+        self._start_removals()
+
+    async def _each(self, items: Iterable[_T], work: Callable[[_T], Awaitable[None]]) -> None:
+        """Do ``work`` for many, ``_AT_ONCE`` at once. ``work`` raises nothing but cancellation."""
+        queue = iter(items)
+
+        async def worker() -> None:
+            for item in queue:
+                await work(item)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_AT_ONCE):
+                group.create_task(worker())
+
+    async def _let_go(self) -> None:
+        for name, backend in self.backends.items():
+            try:
+                await backend.close()
+            except SandboxError as error:
+                log.warning("closing backend %s: %s", name, error)
+        await self.snapshots.close()
+        await self.state.close()
+        await asyncio.to_thread(self._lock.release)
+
+
+def _belongs(env_id: str, row: StoredSandbox) -> bool:
+    return env_id == row.env_id or env_id.rpartition("-")[0] == row.id

@@ -1,0 +1,214 @@
+"""What the manager knows of sandboxes and snapshots, and how it is written down.
+
+The dataclasses are internal and change freely. The stored form is JSON with its version first, one per row of
+``state.db``; every version ever written has a fixture in ``tests/unit/test_manager_records.py`` that must decode for
+ever. A record that cannot be read raises :class:`UnreadableRecordError`: whoever reads it leaves what it describes
+alone.
+
+When changing a stored field: raise ``VERSION``, keep the branch that reads the old one, add a fixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from agent_sandbox.errors import BackendError
+from agent_sandbox.manager.lifecycle import STORED_STATES, SandboxState
+from agent_sandbox.types import Capabilities, ExecExit, NetworkPolicy, SandboxSpec
+
+VERSION = 1
+
+_T = TypeVar("_T")
+
+
+class UnreadableRecordError(BackendError):
+    """A stored record is damaged, or was written by a newer server."""
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """One sandbox. ``env_id`` is the environment that it is now; times are seconds since the epoch.
+
+    ``running`` is what the backend said last; it is not stored. ``expires_at`` counts from the moment of being ready.
+    """
+
+    id: str
+    env_id: str
+    backend: str
+    spec: SandboxSpec
+    state: SandboxState
+    running: bool
+    created_at: float
+    expires_at: float
+    source_snapshot_id: str | None
+
+
+@dataclass(frozen=True)
+class SnapshotRecord:
+    """One snapshot: the sandbox it was taken of and the spec that this had.
+
+    ``size_bytes`` counts regular files without holes, ``stored_bytes`` the file in ``snapshots/``, whose BLAKE2b-256 is
+    ``digest`` (hexadecimal). ``skipped`` has at most 100 pairs of path and reason, ``skipped_total`` is their whole
+    count.
+    """
+
+    id: str
+    sandbox_id: str
+    name: str | None
+    backend: str
+    spec: SandboxSpec
+    size_bytes: int
+    stored_bytes: int
+    created_at: float
+    skipped: tuple[tuple[str, str], ...]
+    skipped_total: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """What a command left: the first MAX_EXEC_OUTPUT_BYTES of both streams together, and how it ended.
+
+    ``duration_ms`` is wall time on the host's monotonic clock, from the call to the command's end.
+    """
+
+    stdout: bytes
+    stderr: bytes
+    exit: ExecExit
+    truncated: bool
+    duration_ms: int
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """One configured backend, as ``GET /v1/backends`` shows it; ``message`` says what to do when it is not healthy."""
+
+    name: str
+    default: bool
+    capabilities: Capabilities
+    healthy: bool
+    message: str
+
+
+def encode_sandbox(record: SandboxRecord) -> str:
+    """Give the stored form of a sandbox's record."""
+    return _encode(
+        {
+            "version": VERSION,
+            "id": record.id,
+            "env_id": record.env_id,
+            "backend": record.backend,
+            "state": record.state,
+            "created_at": record.created_at,
+            "expires_at": record.expires_at,
+            "source_snapshot_id": record.source_snapshot_id,
+            "spec": dataclasses.asdict(record.spec),
+        }
+    )
+
+
+def decode_sandbox(text: object) -> SandboxRecord:
+    """Read a sandbox's stored record; ``running`` is ``False`` until the backend is asked."""
+
+    def build(table: Mapping[str, Any]) -> SandboxRecord:
+        state = _typed(table, "state", str)
+        if state not in STORED_STATES:
+            raise ValueError(f"unknown state {state!r}")
+        return SandboxRecord(
+            id=_typed(table, "id", str),
+            env_id=_typed(table, "env_id", str),
+            backend=_typed(table, "backend", str),
+            spec=_decode_spec(table["spec"]),
+            state=state,
+            running=False,
+            created_at=_typed(table, "created_at", float),
+            expires_at=_typed(table, "expires_at", float),
+            source_snapshot_id=_optional(table, "source_snapshot_id"),
+        )
+
+    return _decode(text, build)
+
+
+def encode_snapshot(record: SnapshotRecord) -> str:
+    """Give the stored form of a snapshot's record."""
+    return _encode({"version": VERSION, **dataclasses.asdict(record)})
+
+
+def decode_snapshot(text: object) -> SnapshotRecord:
+    """Read a snapshot's stored record."""
+
+    def build(table: Mapping[str, Any]) -> SnapshotRecord:
+        return SnapshotRecord(
+            id=_typed(table, "id", str),
+            sandbox_id=_typed(table, "sandbox_id", str),
+            name=_optional(table, "name"),
+            backend=_typed(table, "backend", str),
+            spec=_decode_spec(table["spec"]),
+            size_bytes=_typed(table, "size_bytes", int),
+            stored_bytes=_typed(table, "stored_bytes", int),
+            created_at=_typed(table, "created_at", float),
+            skipped=tuple((str(path), str(reason)) for path, reason in table["skipped"]),
+            skipped_total=_typed(table, "skipped_total", int),
+            digest=_typed(table, "digest", str),
+        )
+
+    return _decode(text, build)
+
+
+def _encode(table: Mapping[str, Any]) -> str:
+    # ASCII, so that surrogate escapes in names pass through SQLite's UTF-8.
+    return json.dumps(table, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def _decode(text: object, build: Callable[[Mapping[str, Any]], _T]) -> _T:
+    try:
+        table = json.loads(text) if isinstance(text, str) else None
+        if not isinstance(table, dict) or type(table.get("version")) is not int:
+            raise ValueError("it has no version")
+        if not 1 <= table["version"] <= VERSION:
+            raise ValueError(f"its version {table['version']} is not known here")
+        return build(table)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UnreadableRecordError(f"a stored record cannot be read: {error}") from error
+
+
+def _decode_spec(table: Any) -> SandboxSpec:
+    if not isinstance(table, dict):
+        raise TypeError("the spec is not a map")
+    env = table["env"]
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise TypeError("env is not a map of texts")
+    network = _typed(table, "network", str)
+    if network not in {"none", "full", "allowlist"}:
+        raise ValueError(f"unknown network policy {network!r}")
+    return SandboxSpec(
+        image=_typed(table, "image", str),
+        image_digest=_typed(table, "image_digest", str),
+        cpus=_typed(table, "cpus", float),
+        memory_mb=_typed(table, "memory_mb", int),
+        pids_limit=_typed(table, "pids_limit", int),
+        disk_mb=_typed(table, "disk_mb", int),
+        tmp_mb=_typed(table, "tmp_mb", int),
+        network=cast(NetworkPolicy, network),
+        read_only_rootfs=_typed(table, "read_only_rootfs", bool),
+        uid=_typed(table, "uid", int),
+        gid=_typed(table, "gid", int),
+        env=env,
+    )
+
+
+def _typed(table: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
+    value = table[name]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise TypeError(f"{name} is not of type {kind.__name__}")
+    return value
+
+
+def _optional(table: Mapping[str, Any], name: str) -> str | None:
+    return None if table[name] is None else _typed(table, name, str)
