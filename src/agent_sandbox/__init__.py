@@ -1,3 +1,19 @@
 """Run the code of AI agents in disposable sandboxes: snapshot, roll back, fork."""
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from agent_sandbox.client import Sandbox, SandboxClient
+
+__all__ = ["Sandbox", "SandboxClient", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    # The server imports this package too, and has no use for an HTTP client.
+    if name in ("Sandbox", "SandboxClient"):
+        from agent_sandbox import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

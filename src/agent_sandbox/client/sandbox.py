@@ -1,0 +1,267 @@
+"""The SDK: :class:`SandboxClient` for a server, :class:`Sandbox` for one sandbox of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from agent_sandbox import models
+from agent_sandbox.client import requests
+from agent_sandbox.client.errors import ReplyLostError, from_last_line
+from agent_sandbox.client.http import Http
+from agent_sandbox.errors import NotFoundError
+from agent_sandbox.types import WORKSPACE, IsolationClass
+
+
+class Sandbox:
+    """One sandbox on a server; as a context manager it is destroyed at the end.
+
+    ``data`` is the server's last word on it, ``info`` the same as a typed shape.
+    """
+
+    def __init__(self, client: SandboxClient, data: dict[str, Any], *, owns_client: bool = False) -> None:
+        self._client = client
+        self._owns_client = owns_client
+        self._update(data)
+
+    @classmethod
+    def create(cls, image: str | None = None, **options: Any) -> Sandbox:
+        """Create a sandbox on the server that the environment names; takes what :meth:`SandboxClient.create` takes.
+
+        Its connection is closed when it is destroyed.
+        """
+        client = SandboxClient()
+        try:
+            sandbox = client.create(image, **options)
+        except BaseException:
+            client.close()
+            raise
+        sandbox._owns_client = True
+        return sandbox
+
+    def _update(self, data: dict[str, Any]) -> None:
+        self.info = models.Sandbox.from_json(data)
+        self.data = data
+
+    @property
+    def id(self) -> str:
+        """The id, such as ``sb4f1c…``."""
+        return self.info.id
+
+    @property
+    def status(self) -> str:
+        """``running`` or ``stopped``, as of the last reply."""
+        return self.info.status
+
+    @property
+    def image(self) -> str:
+        """The image it was made from."""
+        return self.info.image
+
+    @property
+    def expires_at(self) -> str:
+        """When it will be destroyed (RFC 3339), as of the last reply."""
+        return self.info.expires_at
+
+    def __repr__(self) -> str:
+        return f"Sandbox(id={self.id!r}, image={self.image!r}, status={self.status!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.destroy()
+        except NotFoundError:
+            pass
+
+    def refresh(self) -> Self:
+        """Ask the server for its present state."""
+        self._update(self._client._http.send(requests.get(self.id)))
+        return self
+
+    def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> models.ExecResult:
+        """Run a command to its end: a string by ``/bin/sh -c``, a sequence as it is.
+
+        Waits as long as the command may run. A non-zero exit code is a result, not an error.
+        """
+        call = requests.exec(self.id, command, env=env, workdir=workdir, timeout_seconds=timeout_seconds)
+        return self._client._http.send(call)
+
+    def exec_stream(
+        self,
+        command: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Iterator[models.ExecEvent]:
+        """Run a command and yield its output as it arrives, at last the ``exit`` event.
+
+        Closing the iterator early kills the command. A stream that breaks raises the server's reason, or
+        :class:`ReplyLostError`; it never just ends.
+        """
+        call = requests.exec_stream(self.id, command, env=env, workdir=workdir, timeout_seconds=timeout_seconds)
+        for event in self._client._http.lines(call):
+            if event.type == "error":
+                raise from_last_line(event.data)
+            yield event
+            if event.type == "exit":
+                return
+        raise ReplyLostError("the command's output ended without an exit status; how it ended is unknown")
+
+    def read_file(self, path: str) -> bytes:
+        """Read a file; relative paths start at ``/workspace``."""
+        return self._client._http.send(requests.read_file(self.id, path))
+
+    def read_text(self, path: str, encoding: str = "utf-8") -> str:
+        """Read a file as text."""
+        return self.read_file(path).decode(encoding)
+
+    def write_file(self, path: str, data: bytes | str, *, mode: int = 0o644) -> models.FileInfo:
+        """Create or replace a file under ``/workspace`` with its parents; text is written as UTF-8."""
+        return self._client._http.send(requests.write_file(self.id, path, data, mode))
+
+    def list_files(self, path: str = WORKSPACE) -> list[models.FileInfo]:
+        """List the direct children of a directory."""
+        return self._client._http.send(requests.list_files(self.id, path))
+
+    def snapshot(self, name: str | None = None) -> models.Snapshot:
+        """Keep the state of the workspace; it outlives the sandbox."""
+        return self._client._http.send(requests.snapshot(self.id, name))
+
+    def rollback(self, snapshot: models.Snapshot | str) -> Self:
+        """Go back to a snapshot: every process ends, the id stays."""
+        self._update(self._client._http.send(requests.rollback(self.id, snapshot)))
+        return self
+
+    def set_timeout(self, timeout_seconds: int) -> Self:
+        """Set the time to live in seconds, counted from now."""
+        self._update(self._client._http.send(requests.set_timeout(self.id, timeout_seconds)))
+        return self
+
+    def destroy(self) -> None:
+        """End every process and remove the sandbox. Its snapshots remain."""
+        try:
+            self._client._http.send(requests.destroy(self.id))
+        finally:
+            if self._owns_client:
+                self._client.close()
+
+
+class SandboxClient:
+    """A connection to a server, as a context manager closed at the end.
+
+    ``base_url`` (``http(s)://HOST:PORT`` or ``unix:///PATH``) and ``api_key`` default to ``AGENT_SANDBOX_URL`` and
+    ``AGENT_SANDBOX_API_KEY``; ``uds`` is the path of a unix socket. ``timeout`` in seconds holds for every call but
+    commands, which are waited for as long as they may run. Every method raises the server's errors as the classes of
+    :mod:`agent_sandbox.errors`, and :class:`ServerUnreachableError` or :class:`ReplyLostError`.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        timeout: float = 300.0,
+        uds: str | os.PathLike[str] | None = None,
+        http_client: httpx.Client | None = None,
+    ) -> None:
+        self._http = Http(base_url, api_key, timeout=timeout, uds=uds, http_client=http_client)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection. Sandboxes live on."""
+        self._http.close()
+
+    def health(self) -> dict[str, Any]:
+        """Ask whether the server and its default backend answer. Needs no key."""
+        return self._http.send(requests.health())
+
+    def backends(self) -> list[models.Backend]:
+        """List what the server can isolate with, and how well."""
+        return self._http.send(requests.backends())
+
+    def create(
+        self,
+        image: str | None = None,
+        *,
+        cpus: float | None = None,
+        memory_mb: int | None = None,
+        pids_limit: int | None = None,
+        disk_mb: int | None = None,
+        network: bool = False,
+        read_only_rootfs: bool = True,
+        timeout_seconds: int | None = None,
+        env: Mapping[str, str] | None = None,
+        backend: str | None = None,
+        min_isolation: IsolationClass | None = None,
+    ) -> Sandbox:
+        """Create and start a sandbox. What is ``None`` is the server's default."""
+        call = requests.create(
+            image,
+            network=network,
+            read_only_rootfs=read_only_rootfs,
+            env=env,
+            cpus=cpus,
+            memory_mb=memory_mb,
+            pids_limit=pids_limit,
+            disk_mb=disk_mb,
+            timeout_seconds=timeout_seconds,
+            backend=backend,
+            min_isolation=min_isolation,
+        )
+        return Sandbox(self, self._http.send(call))
+
+    def get(self, sandbox_id: str) -> Sandbox:
+        """Find a sandbox by its id."""
+        return Sandbox(self, self._http.send(requests.get(sandbox_id)))
+
+    def list_sandboxes(self) -> list[Sandbox]:
+        """List the sandboxes that are alive."""
+        return [Sandbox(self, data) for data in self._http.send(requests.list_sandboxes())]
+
+    def list_snapshots(self, sandbox_id: str | None = None) -> list[models.Snapshot]:
+        """List snapshots, of one sandbox or of all."""
+        return self._http.send(requests.list_snapshots(sandbox_id))
+
+    def get_snapshot(self, snapshot_id: str) -> models.Snapshot:
+        """Find a snapshot by its id."""
+        return self._http.send(requests.get_snapshot(snapshot_id))
+
+    def delete_snapshot(self, snapshot: models.Snapshot | str) -> None:
+        """Delete a snapshot."""
+        self._http.send(requests.delete_snapshot(snapshot))
+
+    def fork(
+        self,
+        snapshot: models.Snapshot | str,
+        *,
+        timeout_seconds: int | None = None,
+        network: bool | None = None,
+        cpus: float | None = None,
+        memory_mb: int | None = None,
+    ) -> Sandbox:
+        """Create a sandbox whose workspace begins as a snapshot. What is ``None`` is the snapshot's."""
+        call = requests.fork(snapshot, timeout_seconds=timeout_seconds, network=network, cpus=cpus, memory_mb=memory_mb)
+        return Sandbox(self, self._http.send(call))

@@ -1,0 +1,31 @@
+"""``GET /v1/backends``: what this server can isolate with, and how well."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from agent_sandbox import models
+from agent_sandbox.server import views
+from agent_sandbox.server.codec import JsonReply
+from agent_sandbox.server.errors import common
+from agent_sandbox.server.sandboxes import manager_of
+
+router = APIRouter(tags=["backends"])
+
+
+@router.get("/backends", response_model=models.BackendList, responses=common())
+async def list_backends(request: Request) -> Response:
+    """List the backends with their capabilities and health, the default one first."""
+    described = await manager_of(request).describe_backends()
+    shown = [
+        models.Backend(
+            name=one.name,
+            default=one.default,
+            healthy=one.healthy,
+            message=one.message,
+            capabilities=views.capabilities(one.capabilities),
+        )
+        for one in described
+    ]
+    return JsonReply(models.BackendList(backends=shown))

@@ -1,0 +1,83 @@
+"""Snapshots: take, list, look at, delete, go back to, fork."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from agent_sandbox import models
+from agent_sandbox.manager import ForkOptions
+from agent_sandbox.server import views
+from agent_sandbox.server.codec import JsonReply, query
+from agent_sandbox.server.errors import common
+from agent_sandbox.server.sandboxes import manager_of
+
+router = APIRouter(tags=["snapshots"])
+
+_SANDBOX_ID: dict[str, Any] = {
+    "name": "sandbox_id",
+    "in": "query",
+    "required": False,
+    "description": "Only the snapshots of this sandbox.",
+    "schema": {"type": "string"},
+}
+
+
+@router.post(
+    "/sandboxes/{sandbox_id}/snapshots",
+    status_code=201,
+    response_model=models.Snapshot,
+    responses=common(404, 409, 429, 501),
+)
+async def create_snapshot(sandbox_id: str, request: Request, body: models.SnapshotCreate | None = None) -> Response:
+    """Keep the state of the workspace. Once this returns, a crash does not lose it."""
+    record = await manager_of(request).snapshot(sandbox_id, body.name if body else None)
+    return JsonReply(views.snapshot(record), status=201)
+
+
+@router.post("/sandboxes/{sandbox_id}/rollback", response_model=models.Sandbox, responses=common(404, 409, 429, 501))
+async def rollback(sandbox_id: str, body: models.RollbackRequest, request: Request) -> Response:
+    """Go back to a snapshot: every process ends, changes outside the workspace are cleared, the id stays."""
+    return JsonReply(views.sandbox(await manager_of(request).rollback(sandbox_id, body.snapshot_id)))
+
+
+@router.get(
+    "/snapshots",
+    response_model=models.SnapshotList,
+    responses=common(),
+    openapi_extra={"parameters": [_SANDBOX_ID]},
+)
+async def list_snapshots(request: Request) -> Response:
+    """List snapshots."""
+    records = await manager_of(request).list_snapshots(query(request, "sandbox_id").get("sandbox_id"))
+    return JsonReply(models.SnapshotList(snapshots=[views.snapshot(record) for record in records]))
+
+
+@router.get("/snapshots/{snapshot_id}", response_model=models.Snapshot, responses=common(404))
+async def get_snapshot(snapshot_id: str, request: Request) -> Response:
+    """Look at one snapshot."""
+    return JsonReply(views.snapshot(await manager_of(request).get_snapshot(snapshot_id)))
+
+
+@router.delete("/snapshots/{snapshot_id}", status_code=204, responses=common(404, 409))
+async def delete_snapshot(snapshot_id: str, request: Request) -> Response:
+    """Delete a snapshot."""
+    await manager_of(request).delete_snapshot(snapshot_id)
+    return Response(status_code=204)
+
+
+@router.post(
+    "/snapshots/{snapshot_id}/fork",
+    status_code=201,
+    response_model=models.Sandbox,
+    responses=common(404, 409, 429, 501),
+)
+async def fork(snapshot_id: str, request: Request, body: models.ForkRequest | None = None) -> Response:
+    """Create a sandbox whose workspace begins as a snapshot."""
+    wish = body or models.ForkRequest()
+    options = ForkOptions(
+        timeout_seconds=wish.timeout_seconds, network=wish.network, cpus=wish.cpus, memory_mb=wish.memory_mb
+    )
+    return JsonReply(views.sandbox(await manager_of(request).fork(snapshot_id, options)), status=201)
