@@ -5,9 +5,9 @@ The rules
 * Nothing secret goes in: no value of the sandbox's environment, no key. The runtime copies the file into its state.
 * ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon. What tells about the
   host or changes it is masked or read-only, the same list that container engines use.
-* Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory, ``/workspace``
-  is on its own disk, the others are small and root's.
-* The daemon is bound from the host into ``/run``, a file system of the sandbox's own, so that images need no place for it.
+* Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory,
+  ``/workspace`` is on its own disk, the others are small and root's.
+* The daemon is bound from the host into ``/run``, a file system of the sandbox's own, so images need no place for it.
 * Mounts are made in the order of the list; one that covers a part of another comes after it.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_sandbox.types import WORKSPACE, SandboxSpec
+from agent_sandbox.types import WORKSPACE, LimitName, SandboxSpec
 
 LABEL = "io.agent-sandbox"
 DAEMON = "/run/sandboxd"
@@ -69,8 +69,9 @@ class Bind:
 class Layout:
     """Where the parts of one environment are on the host.
 
-    ``daemon_args`` follow the daemon's path; ``binds`` come from the image; ``has_swap_limit`` says whether the kernel
-    can limit memory and swap together; ``nofile_limit`` is the host's own hard limit of descriptors.
+    ``daemon_args`` follow the daemon's path; ``binds`` come from the image; ``enforces`` are the limits that the kernel
+    can keep and ``has_swap_limit`` says whether it limits swap with memory: the runtime fails on others;
+    ``nofile_limit`` is the host's own hard limit of descriptors.
     """
 
     rootfs: Path
@@ -79,6 +80,7 @@ class Layout:
     cgroups_path: str
     daemon_args: tuple[str, ...]
     binds: tuple[Bind, ...] = ()
+    enforces: frozenset[LimitName] = frozenset({"cpus", "memory", "pids"})
     has_swap_limit: bool = True
     nofile_limit: int = NOFILE
 
@@ -98,7 +100,7 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             "args": [DAEMON, *layout.daemon_args],
             "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
             "cwd": "/",
-            "capabilities": {name: capabilities for name in ("bounding", "effective", "permitted")},
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "noNewPrivileges": True,
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "soft": nofile, "hard": nofile},
@@ -109,7 +111,7 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
         "linux": {
             "namespaces": [{"type": name} for name in ("pid", "ipc", "uts", "mount", "network", "cgroup")],
             "cgroupsPath": layout.cgroups_path,
-            "resources": resources(spec, has_swap_limit=layout.has_swap_limit),
+            "resources": resources(spec, layout.enforces, has_swap_limit=layout.has_swap_limit),
             "seccomp": dict(seccomp),
             "maskedPaths": list(MASKED),
             "readonlyPaths": list(READ_ONLY),
@@ -123,18 +125,17 @@ def labels(id: str, instance: str) -> dict[str, str]:
     return {f"{LABEL}.managed": "true", f"{LABEL}.id": id, f"{LABEL}.instance": instance}
 
 
-def resources(spec: SandboxSpec, *, has_swap_limit: bool) -> dict[str, Any]:
+def resources(spec: SandboxSpec, enforces: frozenset[LimitName], *, has_swap_limit: bool) -> dict[str, Any]:
     """The limits of ``spec`` as OCI resources; memory counts without swap, devices are the default set."""
-    memory: dict[str, Any] = {"limit": spec.memory_mb * MIB}
-    if has_swap_limit:
-        memory["swap"] = spec.memory_mb * MIB
-    quota = max(1000, round(spec.cpus * CPU_PERIOD_US))
-    return {
-        "devices": [{"allow": False, "access": "rwm"}],
-        "memory": memory,
-        "cpu": {"quota": quota, "period": CPU_PERIOD_US},
-        "pids": {"limit": spec.pids_limit},
-    }
+    found: dict[str, Any] = {"devices": [{"allow": False, "access": "rwm"}]}
+    if "memory" in enforces:
+        limit = spec.memory_mb * MIB
+        found["memory"] = {"limit": limit, "swap": limit} if has_swap_limit else {"limit": limit}
+    if "cpus" in enforces:
+        found["cpu"] = {"quota": max(1000, round(spec.cpus * CPU_PERIOD_US)), "period": CPU_PERIOD_US}
+    if "pids" in enforces:
+        found["pids"] = {"limit": spec.pids_limit}
+    return found
 
 
 def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:

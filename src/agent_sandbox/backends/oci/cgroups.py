@@ -167,13 +167,14 @@ class Groups:
         return {pid for directory in self.directories() for pid in _members(directory)}
 
     def kill(self) -> None:
-        """Send SIGKILL to every process, so that none can fork its way out."""
+        """Send SIGKILL to every process, so that none can fork its way out. They may take a moment to be gone."""
         unified = self._hierarchies.unified
-        if unified is not None and _write(unified / self._path / "cgroup.kill", "1"):
-            if not self.processes():
-                return
+        everybody = self.processes()
+        group = None if unified is None else unified / self._path
+        if group is not None and everybody <= set(_members(group)) and _write(group / "cgroup.kill", "1"):
             self._thaw()
-        if self.processes():
+            return
+        if everybody:
             self._freeze_and_kill()
 
     def _thaw(self) -> None:

@@ -122,7 +122,7 @@ def clone(source: Path, target: Path) -> None:
     """Copy a sparse file with its holes, sharing blocks where the file system can. ``target`` must not exist (0600)."""
     with source.open("rb", buffering=0) as src:
         descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+b", buffering=0) as dst:
+        with os.fdopen(descriptor, "r+b", buffering=0) as dst:
             try:
                 fcntl.ioctl(dst, _FICLONE, src.fileno())
             except OSError:

@@ -94,7 +94,7 @@ CLONE_NAMESPACES = {
     "CLONE_NEWPID": 0x20000000,
     "CLONE_NEWNET": 0x40000000,
 }
-"""Flags of clone(2). NEWTIME shares its bit with the exit signal of clone, where it means nothing; only clone3 has it."""
+"""Namespace flags. NEWTIME lies in the bits of clone's exit signal, so only clone3 and unshare have it."""
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 

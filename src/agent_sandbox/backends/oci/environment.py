@@ -1,0 +1,204 @@
+"""One environment's directory: its record, key, socket and disk.
+
+::
+
+    DATA_DIR/runc/env/<id>/     0700
+    ├── spec.json               0600, the record: what was asked for and which image content it runs
+    ├── key                     0600, the 32 bytes that prove either side of the wire to the other
+    ├── config.json             the bundle (nothing secret)
+    ├── sock                    where sandboxd listens; bound here, handed over, so it outlives the server
+    ├── disk.img, mnt/          the disk and where it is mounted
+    └── root/                   the overlay of a writable root file system
+
+The record comes first and whole, so that whatever else is there can be found and removed. It holds the values of the
+sandbox's environment, for which both modes are what they are. The functions block, but for the socket's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+import shutil
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_sandbox.backends.oci import mounts
+from agent_sandbox.backends.oci.disk import Disk
+from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.types import SandboxSpec
+
+VERSION = 1
+KEY_BYTES = 32
+_RECORD_BYTES = 8 << 20
+"""An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
+_BACKLOG = 64
+"""Connections waiting for the daemon: one server makes one, and again after a break."""
+_LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an environment was made from. ``rootfs`` is the directory of the image's content."""
+
+    id: str
+    spec: SandboxSpec
+    rootfs: Path
+
+
+class Environment:
+    """The files of environment ``id`` below ``parent``. Making the object touches nothing."""
+
+    def __init__(self, parent: Path, id: str) -> None:
+        self.id = id
+        self.directory = parent / id
+        self.disk = Disk(self.directory)
+        self.root = self.directory / "root"
+        self._record = self.directory / "spec.json"
+        self._key = self.directory / "key"
+
+    def make(self, record: Record) -> bytes:
+        """Make the directory with its record, synced, and a fresh key, which is returned.
+
+        :class:`FileExistsError` when there is one already.
+        """
+        self.directory.mkdir(mode=0o700)
+        text = {"version": VERSION, "id": record.id, "rootfs": str(record.rootfs), "spec": _spec_to_json(record.spec)}
+        write_private(self._record, json.dumps(text).encode())
+        key = secrets.token_bytes(KEY_BYTES)
+        descriptor = os.open(self._key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+        return key
+
+    def record(self) -> Record:
+        """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
+        try:
+            with self._record.open("rb") as file:
+                raw = file.read(_RECORD_BYTES + 1)
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no environment {self.id}") from None
+        try:
+            value = json.loads(raw)
+            if value["version"] != VERSION or value["id"] != self.id:
+                raise ValueError("another version or environment")
+            return Record(self.id, _spec_from_json(value["spec"]), Path(value["rootfs"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+
+    def key(self) -> bytes:
+        """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
+        try:
+            key = self._key.read_bytes()
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no environment {self.id}") from None
+        if len(key) != KEY_BYTES:
+            raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
+        return key
+
+    def listen(self) -> socket.socket:
+        """Bind the socket that the daemon gets."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _directory(self.directory) as base:
+                listener.bind(f"{base}/sock")
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def connect(self) -> socket.socket:
+        """Connect to the daemon, without blocking. :class:`OSError` as connect(2) gives it."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            with _directory(self.directory) as base:
+                connection.connect(f"{base}/sock")
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def write_bundle(self, config: dict[str, Any]) -> None:
+        """Write the bundle's config.json."""
+        descriptor = os.open(
+            self.directory / "config.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(config, file)
+
+    def open_log(self) -> int:
+        """Open the daemon's log, which is on the sandbox's own disk and so within its limit."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self.disk.log, flags, 0o600)
+
+    def log_tail(self) -> str:
+        """The end of the daemon's log, at most 2,000 bytes; empty when there is none."""
+        try:
+            descriptor = os.open(self.disk.log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return ""
+        with os.fdopen(descriptor, "rb") as file:
+            state = os.fstat(descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                return ""
+            file.seek(max(0, state.st_size - _LOG_TAIL_BYTES))
+            return file.read(_LOG_TAIL_BYTES).decode(errors="replace").strip()
+
+    def make_root(self, lower: Path) -> None:
+        """Mount a writable root on ``root``: the image below, the sandbox's own disk above."""
+        self.root.mkdir(mode=0o755)
+        parts = (lower, self.disk.upper, self.disk.work)
+        with contextlib.ExitStack() as stack:
+            lower_, upper, work = (stack.enter_context(_directory(part)) for part in parts)
+            options = f"lowerdir={lower_},upperdir={upper},workdir={work},redirect_dir=on,metacopy=off"
+            mounts.mount("overlay", self.root, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+
+    def unmount(self) -> None:
+        """Unmount whatever is mounted below the directory, the latest first."""
+        for point in mounts.mounted_below(self.directory):
+            mounts.unmount(point)
+
+    def remove(self) -> None:
+        """Remove the directory, whose mounts have gone. :class:`OSError` (EBUSY) when one has not."""
+        if mounts.mounted_below(self.directory):
+            raise OSError(errno.EBUSY, "something is still mounted", str(self.directory))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.directory)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600 so that a crash leaves the old one, the new one or none, but never half."""
+    aside = path.with_name(f".{path.name}.new")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    aside.replace(path)
+
+
+@contextlib.contextmanager
+def _directory(path: Path) -> Any:
+    """A name for a directory that is short and free of special characters: socket addresses hold 107 bytes, and mount
+    options give commas and colons a meaning."""
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _spec_to_json(spec: SandboxSpec) -> dict[str, Any]:
+    return {**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, "env": dict(spec.env)}
+
+
+def _spec_from_json(value: dict[str, Any]) -> SandboxSpec:
+    return SandboxSpec(**value)
