@@ -1,0 +1,222 @@
+"""What ``doctor`` asks, as pure functions over one :class:`Probe`: no file, process or clock is touched here.
+
+``fail`` means that the embedded backend cannot run; ``warn`` that something is missing which only some things need.
+Every finding that is not ``ok`` says how to mend it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+OLDEST_KERNEL = (5, 6)
+"""openat2(2) and pidfds; older ones miss what the daemon's file work stands on."""
+OLDEST_RUNC = (1, 1)
+"""The oldest that this project is tested with."""
+LOW_DISK_BYTES, NO_DISK_BYTES = 5 << 30, 256 << 20
+CONTROLLERS = ("cpu", "memory", "pids")
+CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6, "CAP_CHOWN": 0, "CAP_MKNOD": 27}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What was seen of a machine. An empty text, a ``None`` or an absent key means "not there"."""
+
+    system: str = "Linux"
+    kernel: str = ""
+    euid: int = 0
+    capabilities: int = 0
+    filesystems: frozenset[str] = frozenset()
+    cgroup_v1: frozenset[str] = frozenset()
+    cgroup_v2: frozenset[str] | None = None
+    loop_control: bool = False
+    tools: Mapping[str, str] = field(default_factory=dict)
+    max_user_namespaces: int | None = None
+    kvm: Literal["absent", "no access", "usable"] = "absent"
+    docker: str = ""
+    disk_free_bytes: int = 0
+    sandboxd: str = ""
+    sandboxd_error: str = ""
+    data_dir: str = ""
+    data_dir_mode: int | None = None
+    data_dir_uid: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer: ``remedy`` is empty where there is nothing to mend."""
+
+    check: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def version(text: str) -> tuple[int, ...]:
+    """Return the first dotted number in a text, as numbers; empty where there is none."""
+    found = re.search(r"\d+(?:\.\d+)+", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def kernel(probe: Probe) -> Finding:
+    """Linux, and new enough."""
+    if probe.system != "Linux":
+        return Finding(
+            "kernel", "fail", probe.system, "the embedded backend needs Linux: use a server on a Linux machine"
+        )
+    if version(probe.kernel) < OLDEST_KERNEL:
+        oldest = ".".join(map(str, OLDEST_KERNEL))
+        return Finding("kernel", "fail", f"Linux {probe.kernel}", f"a kernel of at least {oldest} is needed")
+    return Finding("kernel", "ok", f"Linux {probe.kernel}")
+
+
+def root(probe: Probe) -> Finding:
+    """Root, with the capabilities that a runtime uses."""
+    if probe.euid != 0:
+        return Finding(
+            "root", "fail", f"uid {probe.euid}", "run with sudo, or set AGENT_SANDBOX_URL to a server elsewhere"
+        )
+    missing = [name for name, bit in CAPABILITIES.items() if not probe.capabilities >> bit & 1]
+    if missing:
+        remedy = "this is a restricted container: start it with these capabilities, or use the machine itself"
+        return Finding("root", "fail", f"root without {', '.join(missing)}", remedy)
+    return Finding("root", "ok", "root, with the capabilities needed")
+
+
+def cgroups(probe: Probe) -> Finding:
+    """The controllers that hold the limits, in either version."""
+    there = probe.cgroup_v1 | (probe.cgroup_v2 or frozenset())
+    layout = "v2" if not probe.cgroup_v1 else "v1" if probe.cgroup_v2 is None else "v1 and v2 (hybrid)"
+    missing = [name for name in CONTROLLERS if name not in there]
+    if not there:
+        return Finding("cgroups", "fail", "none mounted", "mount them: mount -t cgroup2 none /sys/fs/cgroup")
+    if missing:
+        remedy = f"enable them: kernel parameter cgroup_enable={missing[0]}, or cgroup.subtree_control of the root (v2)"
+        return Finding("cgroups", "fail", f"{layout}, without {', '.join(missing)}", remedy)
+    return Finding("cgroups", "ok", f"{layout}, with {', '.join(CONTROLLERS)}")
+
+
+def overlayfs(probe: Probe) -> Finding:
+    """Writable root filesystems stand on it."""
+    if "overlay" in probe.filesystems:
+        return Finding("overlayfs", "ok", "in the kernel")
+    return Finding("overlayfs", "warn", "not loaded", "for writable root filesystems: modprobe overlay")
+
+
+def loop_devices(probe: Probe) -> Finding:
+    """Disk limits are loop-mounted ext4 images."""
+    if not probe.loop_control:
+        return Finding(
+            "loop devices", "fail", "no /dev/loop-control", "modprobe loop (in a container: pass the devices in)"
+        )
+    if "ext4" not in probe.filesystems:
+        return Finding("loop devices", "fail", "the kernel has no ext4", "modprobe ext4")
+    return Finding("loop devices", "ok", "with ext4")
+
+
+def runc(probe: Probe) -> Finding:
+    """The runtime of the embedded backend."""
+    found = probe.tools.get("runc", "")
+    if not found:
+        return Finding("runc", "fail", "not found", "apt-get install runc")
+    if version(found) < OLDEST_RUNC:
+        return Finding(
+            "runc", "fail", found, f"at least {'.'.join(map(str, OLDEST_RUNC))} is needed: apt-get install runc"
+        )
+    return Finding("runc", "ok", found)
+
+
+def e2fsprogs(probe: Probe) -> Finding:
+    """Makes the disk of a sandbox."""
+    found = probe.tools.get("mke2fs", "")
+    if not found:
+        return Finding("e2fsprogs", "fail", "no mke2fs", "apt-get install e2fsprogs")
+    return Finding("e2fsprogs", "ok", found)
+
+
+def user_namespaces(probe: Probe) -> Finding:
+    """Not used yet: told for what comes."""
+    if not probe.max_user_namespaces:
+        return Finding(
+            "user namespaces", "warn", "switched off", "not needed yet: sysctl user.max_user_namespaces=10000"
+        )
+    return Finding("user namespaces", "ok", f"up to {probe.max_user_namespaces}; not used yet")
+
+
+def kvm(probe: Probe) -> Finding:
+    """Not used yet: told for what comes."""
+    if probe.kvm == "usable":
+        return Finding("kvm", "ok", "/dev/kvm opens; not used yet")
+    remedy = "not needed yet: microVMs will need a machine with virtualization switched on"
+    return Finding("kvm", "warn", f"/dev/kvm: {probe.kvm}", remedy)
+
+
+def docker(probe: Probe) -> Finding:
+    """Not used: sandboxes run without it."""
+    return Finding("docker", "ok", f"{probe.docker}; not used" if probe.docker else "absent; not needed")
+
+
+def disk(probe: Probe) -> Finding:
+    """Room for workspaces and snapshots."""
+    text = f"{probe.disk_free_bytes / (1 << 30):.1f} GiB free for {probe.data_dir}"
+    if probe.disk_free_bytes < NO_DISK_BYTES:
+        return Finding("disk", "fail", text, "free some space, or set AGENT_SANDBOX_DATA_DIR to a larger disk")
+    if probe.disk_free_bytes < LOW_DISK_BYTES:
+        return Finding("disk", "warn", text, "a sandbox may use up to DEFAULT_DISK_MB; free some space")
+    return Finding("disk", "ok", text)
+
+
+def daemon(probe: Probe) -> Finding:
+    """The sandboxd binary."""
+    if probe.sandboxd:
+        return Finding("sandboxd", "ok", probe.sandboxd)
+    return Finding(
+        "sandboxd", "fail", probe.sandboxd_error, "pip install agent-sandbox-engine (in a checkout: make setup)"
+    )
+
+
+def data_directory(probe: Probe) -> Finding:
+    """Of its owner alone."""
+    if probe.data_dir_mode is None:
+        return Finding("data directory", "ok", f"{probe.data_dir} is made with the first sandbox")
+    if probe.data_dir_uid != probe.euid:
+        return Finding(
+            "data directory",
+            "fail",
+            f"{probe.data_dir} is of uid {probe.data_dir_uid}",
+            f"chown {probe.euid} {probe.data_dir}",
+        )
+    if probe.data_dir_mode & 0o077:
+        return Finding(
+            "data directory",
+            "warn",
+            f"{probe.data_dir} has mode {probe.data_dir_mode:o}",
+            f"chmod 700 {probe.data_dir}",
+        )
+    return Finding("data directory", "ok", f"{probe.data_dir}, mode {probe.data_dir_mode:o}")
+
+
+CHECKS: tuple[Callable[[Probe], Finding], ...] = (
+    kernel,
+    root,
+    cgroups,
+    overlayfs,
+    loop_devices,
+    runc,
+    e2fsprogs,
+    daemon,
+    data_directory,
+    disk,
+    user_namespaces,
+    kvm,
+    docker,
+)
+
+
+def run(probe: Probe) -> list[Finding]:
+    """Answer every check, in order."""
+    return [check(probe) for check in CHECKS]

@@ -1,0 +1,161 @@
+"""``doctor``: look at this machine, and say what keeps sandboxes from running and how to mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from agent_sandbox.cli import checks, exit_codes, options, output
+from agent_sandbox.config import Settings, load_settings
+
+TOOL_SECONDS = 10
+_PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"))
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this family."""
+    app.command()(doctor)
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Check this machine: kernel, cgroups, runtime, disk and the rest, each with how to mend it.
+
+    Ends with 1 when the embedded backend cannot run here.
+    """
+    findings = checks.run(gather(load_settings()))
+    if as_json:
+        output.data([dataclasses.asdict(finding) for finding in findings])
+    else:
+        width = max(len(finding.check) for finding in findings)
+        for finding in findings:
+            output.line(f"{_MARKS[finding.status]}  {finding.check:<{width}}  {finding.detail}")
+            if finding.remedy:
+                output.line(f"      {'':<{width}}  -> {finding.remedy}")
+    raise typer.Exit(exit_codes.FAILED if any(finding.status == "fail" for finding in findings) else exit_codes.OK)
+
+
+def gather(settings: Settings) -> checks.Probe:
+    """Look at the machine; whatever cannot be read counts as not there."""
+    v1, v2 = _cgroups()
+    sandboxd, problem = _sandboxd(settings)
+    data_dir = settings.data_dir
+    try:
+        found: os.stat_result | None = data_dir.stat()
+    except OSError:
+        found = None
+    return checks.Probe(
+        system=platform.system(),
+        kernel=platform.release(),
+        euid=os.geteuid(),
+        capabilities=_capabilities(),
+        filesystems=frozenset(line.split()[-1] for line in _read("/proc/filesystems").splitlines() if line.split()),
+        cgroup_v1=v1,
+        cgroup_v2=v2,
+        loop_control=Path("/dev/loop-control").exists(),
+        tools={"runc": _tool("runc", "--version"), "mke2fs": _tool("mke2fs", "-V")},
+        max_user_namespaces=_number("/proc/sys/user/max_user_namespaces"),
+        kvm=_kvm(),
+        docker=_tool("docker", "--version"),
+        disk_free_bytes=_disk_free(data_dir),
+        sandboxd=sandboxd,
+        sandboxd_error=problem,
+        data_dir=os.fspath(data_dir),
+        data_dir_mode=None if found is None else found.st_mode & 0o7777,
+        data_dir_uid=None if found is None else found.st_uid,
+    )
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _number(path: str) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _capabilities() -> int:
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _cgroups() -> tuple[frozenset[str], frozenset[str] | None]:
+    v1: set[str] = set()
+    v2: frozenset[str] | None = None
+    for line in _read("/proc/self/mounts").splitlines():
+        parts = line.split()
+        if len(parts) < 4:
+            continue
+        if parts[2] == "cgroup":
+            v1.update(parts[3].split(","))
+        elif parts[2] == "cgroup2":
+            v2 = frozenset(_read(Path(parts[1]) / "cgroup.controllers").split())
+    return frozenset(v1 & {*checks.CONTROLLERS, "freezer", "devices", "cpuset"}), v2
+
+
+def _tool(name: str, flag: str) -> str:
+    path = shutil.which(name, path=_PATH)
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [path, flag],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter((done.stdout or done.stderr).splitlines()), "")
+
+
+def _kvm() -> Literal["absent", "no access", "usable"]:
+    try:
+        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return "absent"
+    except OSError:
+        return "no access"
+    return "usable"
+
+
+def _disk_free(path: Path) -> int:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def _sandboxd(settings: Settings) -> tuple[str, str]:
+    try:
+        if settings.sandboxd:
+            path = Path(settings.sandboxd)
+        else:
+            from agent_sandbox_engine import sandboxd_path
+
+            path = sandboxd_path()
+        if not os.access(path, os.X_OK):
+            return "", f"{path} cannot be executed"
+    except ModuleNotFoundError:
+        return "", "agent-sandbox-engine is not installed"
+    except OSError as error:
+        return "", str(error)
+    done = _tool(os.fspath(path), "--version")
+    return (f"{path} ({done})" if done else ""), f"{path} does not run"

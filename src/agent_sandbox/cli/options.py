@@ -1,0 +1,44 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Image = Annotated[str | None, typer.Option("--image", "-i", help="Image; the server's default else.")]
+Cpus = Annotated[float | None, typer.Option("--cpus", help="Cores.")]
+Memory = Annotated[int | None, typer.Option("--memory", "-m", help="Memory, MiB.", metavar="MIB")]
+Pids = Annotated[int | None, typer.Option("--pids", help="Most processes and threads.")]
+Disk = Annotated[int | None, typer.Option("--disk", help="Disk, MiB.", metavar="MIB")]
+Network = Annotated[bool, typer.Option("--network", help="Ask for a network; the server must allow it.")]
+Writable = Annotated[
+    bool, typer.Option("--writable", help="Make the root filesystem writable; its changes are not kept.")
+]
+Backend = Annotated[str | None, typer.Option("--backend", help="Which of the server's backends; the first else.")]
+Ttl = Annotated[int | None, typer.Option("--ttl", help="Seconds until the sandbox is removed.", metavar="SECONDS")]
+Env = Annotated[
+    list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, or NAME to pass yours on.", metavar="NAME[=VALUE]")
+]
+Workdir = Annotated[str | None, typer.Option("--workdir", "-w", help="Directory of the command.", metavar="PATH")]
+Deadline = Annotated[
+    float | None, typer.Option("--timeout", "-t", help="Seconds until the command is killed.", metavar="SECONDS")
+]
+Command = Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="COMMAND [ARG]...")]
+
+TAKES_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+"""Context settings of commands that end with a foreign command line: its options are not ours."""
+
+
+def environment(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Read ``NAME=VALUE`` pairs; a bare ``NAME`` takes the caller's value. Wrong ones are a usage error."""
+    result: dict[str, str] = {}
+    for pair in pairs or ():
+        name, equals, value = pair.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise typer.BadParameter(f"{pair!r}: give NAME=VALUE, or the NAME of a variable that is set")
+        result[name] = value if equals else os.environ[name]
+    return result

@@ -1,0 +1,86 @@
+"""What the commands print: tables for people, JSON for programs, raw bytes for a command's output.
+
+Whatever came from a sandbox or a server is data: control characters in it never reach the terminal by way of a table
+or an error line, and markup in it is not interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plain(text: object) -> str:
+    """Return the text with every control character and lone surrogate made visible, on one line."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in str(text)
+    )
+
+
+def size(count: int) -> str:
+    """Return a count of bytes for people, in binary units."""
+    value = float(count)
+    for unit in _SIZES[:-1]:
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_SIZES[-1]}"
+
+
+def data(value: object) -> None:
+    """Print one JSON document."""
+    print(json.dumps(value, indent=2))
+
+
+def line(text: str) -> None:
+    """Print one line of text that may hold foreign characters."""
+    print(plain(text))
+
+
+def note(text: str) -> None:
+    """Print one line for people on the standard error."""
+    print(f"agent-sandbox: {plain(text)}", file=sys.stderr)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print aligned columns: a Rich table on a terminal, bare columns that fit ``awk`` elsewhere."""
+    cells = [[plain(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = Table(box=None, pad_edge=False, header_style="bold")
+        for name in columns:
+            shown.add_column(name)
+        for row in cells:
+            shown.add_row(*(Text(cell) for cell in row))
+        Console().print(shown)
+        return
+    widths = [max(len(row[at]) for row in [list(columns), *cells]) for at in range(len(columns))]
+    for row in [list(columns), *cells]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def chunk(stream: str, text: str) -> None:
+    """Write a piece of a command's output to the stream it came from, at once and as it is."""
+    target = sys.stderr if stream == "stderr" else sys.stdout
+    target.buffer.write(text.encode("utf-8", "surrogateescape"))
+    target.buffer.flush()
+
+
+def close_broken_stdout() -> None:
+    """Point the standard output at nothing, after its reader has gone: the flush at exit finds no broken pipe."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def fields(value: Mapping[str, Any], *names: str) -> list[object]:
+    """Pick fields of a JSON object for a table row; ``-`` stands for one that is absent or null."""
+    return ["-" if value.get(name) is None else value[name] for name in names]

@@ -1,0 +1,95 @@
+"""Interrupts that clean up: the first one unwinds, the second one forces.
+
+A command that owns something (a sandbox, snapshots) runs inside :func:`handled`. SIGINT, SIGTERM and SIGHUP raise
+:class:`Interrupted` at once, except inside :func:`deferred`, where the first is kept until the block is left: a request
+whose effect we must know (a create, a destroy) is not torn. The second signal ends the process there and then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import ClassVar, TypeVar
+
+T = TypeVar("T")
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A signal asked us to stop. Not an :class:`Exception`, so that nothing swallows it on its way out."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_code = 128 + signum
+
+
+class _State:
+    depth = 0
+    received = 0
+    pending = 0
+    held: ClassVar[list[str]] = []
+    """What a second signal would leave behind, one line for each thing that is owned."""
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Turn signals into :class:`Interrupted` inside the block, and give the old handlers back after it."""
+    _State.depth = _State.received = _State.pending = 0
+    _State.held.clear()
+    # One that the caller's caller ignores (nohup, a background job) stays ignored.
+    wanted = [signum for signum in _HANDLED if signal.getsignal(signum) is not signal.SIG_IGN]
+    before = {signum: signal.signal(signum, _on_signal) for signum in wanted}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Keep the first signal until the block is left; then raise it, unless the block raised something itself."""
+    _State.depth += 1
+    try:
+        yield
+    finally:
+        _State.depth -= 1
+    if _State.pending and _State.depth == 0:
+        signum, _State.pending = _State.pending, 0
+        raise Interrupted(signum)
+
+
+@contextmanager
+def owning(make: Callable[[], T], release: Callable[[T], object], left_behind: Callable[[T], str]) -> Iterator[T]:
+    """Hold something made inside the block: a signal, an error and the normal end all release it.
+
+    ``left_behind`` says what remains when a second signal cuts the release short.
+    """
+    made: list[T] = []
+    try:
+        with deferred():
+            made.append(make())
+            _State.held.append(left_behind(made[0]))
+        yield made[0]
+    finally:
+        if made:
+            with deferred():
+                release(made[0])
+            _State.held.pop()
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    _State.received += 1
+    if _State.received > 1:
+        for line in ("", *(f"agent-sandbox: {text}" for text in _State.held)):
+            os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
+        os._exit(128 + signum)
+    if _State.depth:
+        _State.pending = signum
+    else:
+        raise Interrupted(signum)

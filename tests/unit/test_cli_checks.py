@@ -1,0 +1,97 @@
+"""doctor's checks, each against machines that pass and machines that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from agent_sandbox.cli import checks
+from agent_sandbox.cli.checks import Probe
+
+GOOD = Probe(
+    kernel="6.1.0-18-amd64",
+    euid=0,
+    capabilities=(1 << 41) - 1,
+    filesystems=frozenset({"ext4", "overlay", "proc"}),
+    cgroup_v2=frozenset({"cpu", "cpuset", "io", "memory", "pids"}),
+    loop_control=True,
+    tools={"runc": "runc version 1.1.5+ds1", "mke2fs": "mke2fs 1.47.0 (5-Feb-2023)"},
+    max_user_namespaces=95000,
+    kvm="usable",
+    docker="Docker version 28.2.2, build e6534b4",
+    disk_free_bytes=100 << 30,
+    sandboxd="/opt/sandboxd",
+    data_dir="/var/lib/agent-sandbox",
+    data_dir_mode=0o700,
+    data_dir_uid=0,
+)
+
+
+def verdict(probe: Probe, check: str) -> checks.Finding:
+    return next(finding for finding in checks.run(probe) if finding.check == check)
+
+
+def test_a_good_machine_passes_every_check() -> None:
+    findings = checks.run(GOOD)
+    assert [finding.status for finding in findings] == ["ok"] * len(checks.CHECKS)
+    assert len({finding.check for finding in findings}) == len(checks.CHECKS)
+
+
+def test_a_machine_without_anything_fails_and_every_finding_has_a_remedy() -> None:
+    findings = checks.run(Probe(euid=1000, data_dir="/x", sandboxd_error="not installed"))
+    for finding in findings:
+        assert finding.status == "ok" or finding.remedy, finding
+    failed = {finding.check for finding in findings if finding.status == "fail"}
+    assert failed == {"kernel", "root", "cgroups", "loop devices", "runc", "e2fsprogs", "sandboxd", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "status", "detail"),
+    [
+        ({"system": "Darwin"}, "kernel", "fail", "Darwin"),
+        ({"kernel": "5.4.0-150-generic"}, "kernel", "fail", "Linux 5.4.0-150-generic"),
+        ({"kernel": "5.6.0"}, "kernel", "ok", "Linux 5.6.0"),
+        ({"kernel": "10.0-rc1"}, "kernel", "ok", "Linux 10.0-rc1"),
+        ({"euid": 1000}, "root", "fail", "uid 1000"),
+        ({"capabilities": (1 << 41) - 1 - (1 << 21)}, "root", "fail", "root without CAP_SYS_ADMIN"),
+        ({"cgroup_v2": None}, "cgroups", "fail", "none mounted"),
+        ({"cgroup_v2": frozenset({"cpu", "pids"})}, "cgroups", "fail", "v2, without memory"),
+        (
+            {"cgroup_v1": frozenset({"cpu", "memory", "pids"}), "cgroup_v2": frozenset()},
+            "cgroups",
+            "ok",
+            "v1 and v2 (hybrid), with cpu, memory, pids",
+        ),
+        (
+            {"cgroup_v1": frozenset({"cpu", "memory", "pids"}), "cgroup_v2": None},
+            "cgroups",
+            "ok",
+            "v1, with cpu, memory, pids",
+        ),
+        ({"filesystems": frozenset({"ext4"})}, "overlayfs", "warn", "not loaded"),
+        ({"filesystems": frozenset({"overlay"})}, "loop devices", "fail", "the kernel has no ext4"),
+        ({"loop_control": False}, "loop devices", "fail", "no /dev/loop-control"),
+        ({"tools": {"mke2fs": "1.47"}}, "runc", "fail", "not found"),
+        ({"tools": {"runc": "runc version 1.0.0-rc6"}}, "runc", "fail", "runc version 1.0.0-rc6"),
+        ({"tools": {"runc": "runc version 1.3.0"}}, "e2fsprogs", "fail", "no mke2fs"),
+        ({"sandboxd": "", "sandboxd_error": "gone"}, "sandboxd", "fail", "gone"),
+        ({"data_dir_mode": None}, "data directory", "ok", "/var/lib/agent-sandbox is made with the first sandbox"),
+        ({"data_dir_mode": 0o755}, "data directory", "warn", "/var/lib/agent-sandbox has mode 755"),
+        ({"data_dir_uid": 33}, "data directory", "fail", "/var/lib/agent-sandbox is of uid 33"),
+        ({"disk_free_bytes": 1 << 30}, "disk", "warn", "1.0 GiB free for /var/lib/agent-sandbox"),
+        ({"disk_free_bytes": 1 << 20}, "disk", "fail", "0.0 GiB free for /var/lib/agent-sandbox"),
+        ({"max_user_namespaces": 0}, "user namespaces", "warn", "switched off"),
+        ({"kvm": "no access"}, "kvm", "warn", "/dev/kvm: no access"),
+        ({"docker": ""}, "docker", "ok", "absent; not needed"),
+    ],
+)
+def test_each_check(change: dict[str, object], check: str, status: str, detail: str) -> None:
+    finding = verdict(dataclasses.replace(GOOD, **change), check)  # type: ignore[arg-type]
+    assert (finding.status, finding.detail) == (status, detail)
+    assert bool(finding.remedy) == (status != "ok")
+
+
+def test_version_reads_the_first_dotted_number() -> None:
+    assert checks.version("runc version 1.1.5+ds1\ncommit: 1.1.5") == (1, 1, 5)
+    assert checks.version("no number 7 here") == ()

@@ -1,0 +1,89 @@
+"""Foreign text on a terminal, sizes, tables, and the exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from agent_sandbox import errors
+from agent_sandbox.cli import exit_codes, output
+
+
+def every_error() -> list[type[errors.SandboxError]]:
+    import agent_sandbox.client  # noqa: F401 - its errors count, too
+
+    found: list[type[errors.SandboxError]] = []
+    todo = [errors.SandboxError]
+    while todo:
+        children = todo.pop().__subclasses__()
+        todo += children
+        found += children
+    return [kind for kind in found if kind.__module__.startswith("agent_sandbox.")]
+
+
+def test_every_error_code_has_an_exit_code_of_its_own() -> None:
+    codes = {kind.code for kind in every_error()}
+    assert codes == set(exit_codes.BY_CODE)
+    numbers = list(exit_codes.BY_CODE.values())
+    assert len(set(numbers)) == len(numbers)
+    assert all(64 <= number <= 78 for number in numbers)
+
+
+def test_the_help_names_every_exit_code() -> None:
+    for number in (0, 1, 2, 125, 130, 141, 143, *exit_codes.BY_CODE.values()):
+        assert f" {number} " in exit_codes.HELP
+
+
+def test_an_error_of_the_server_has_the_exit_code_of_its_code() -> None:
+    from agent_sandbox.client.errors import api_error
+
+    assert exit_codes.of(api_error(404, "not_found", "x")) == 68
+    assert exit_codes.of(api_error(501, "unsupported", "x")) == 72
+    assert exit_codes.of(api_error(500, "internal_error", "x")) == 73
+
+
+def test_a_class_below_a_known_one_gets_its_code() -> None:
+    class Special(errors.NotFoundError):
+        code = "special"
+
+    assert exit_codes.of(Special("x")) == 68
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("plain text, ü and 雪", "plain text, ü and 雪"),
+        ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+        ("two\nlines\r", "two\\nlines\\r"),
+        ("\udcff", "\\udcff"),
+        ("\u202egpj.exe", "\\u202egpj.exe"),
+        (7, "7"),
+    ],
+)
+def test_control_characters_are_shown_and_not_sent(raw: object, shown: str) -> None:
+    assert output.plain(raw) == shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (10 * 1024**2, "10.0 MiB"), (3 * 1024**5, "3072.0 TiB")],
+)
+def test_sizes(count: int, shown: str) -> None:
+    assert output.size(count) == shown
+
+
+def test_a_table_outside_a_terminal_is_aligned_text(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(("ID", "NAME"), [("sb1", "a[bold]b"), ("sbxyz", "c\nd")])
+    assert capsys.readouterr().out == "ID     NAME\nsb1    a[bold]b\nsbxyz  c\\nd\n"
+
+
+def test_output_goes_to_its_own_stream_byte_by_byte() -> None:
+    program = (
+        "from agent_sandbox.cli import output\n"
+        "output.chunk('stdout', 'a\\r\\0é\\udcff')\n"
+        "output.chunk('stderr', 'no newline')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
+    assert (done.stdout, done.stderr) == (b"a\r\0\xc3\xa9\xff", b"no newline")
