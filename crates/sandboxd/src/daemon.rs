@@ -1,0 +1,169 @@
+//! What all connections share: the identity, the threads, the supervisors.
+
+use crate::children;
+use crate::config::Config;
+use crate::conn::Conn;
+use crate::workers::{self, Workers};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use std::cell::{Cell, RefCell};
+use std::collections::{HashSet, VecDeque};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::rc::{Rc, Weak};
+use std::time::{Duration, Instant};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::task::spawn_local;
+use tokio::time::sleep;
+
+/// Connections that have not finished their hello. The oldest goes first.
+const MAX_STRANGERS: usize = 16;
+/// Connections that have.
+const MAX_ADMITTED: usize = 64;
+const FILE_THREADS: usize = 4;
+const ARCHIVE_THREADS: usize = 2;
+/// How long strays are hunted after a supervisor has died.
+const STRAYS_TIME: Duration = Duration::from_secs(5);
+/// One read of a pipe. A frame carries one byte less than its payload.
+pub const SCRATCH: usize = 65_535;
+
+pub struct Daemon {
+    pub config: Config,
+    /// The limit of open files that commands get, as the daemon was started with it.
+    pub open_files: libc::rlimit,
+    pub null: OwnedFd,
+    pub files: Workers,
+    pub archives: Workers,
+    pub started: Instant,
+    /// For reading pipes; nobody holds it over an await.
+    pub scratch: RefCell<Vec<u8>>,
+    supervisors: RefCell<HashSet<i32>>,
+    hunting: Cell<bool>,
+    strangers: RefCell<VecDeque<Weak<Conn>>>,
+    admitted: RefCell<Vec<Weak<Conn>>>,
+}
+
+impl Daemon {
+    /// Start the threads and get hold of everything that must not fail later.
+    pub fn new(config: Config, open_files: libc::rlimit, null: OwnedFd) -> io::Result<Rc<Daemon>> {
+        let (uid, gid) = (config.uid, config.gid);
+        Ok(Rc::new(Daemon {
+            files: Workers::start("files", FILE_THREADS, move || workers::become_user(uid, gid))?,
+            archives: Workers::start("archives", ARCHIVE_THREADS, || Ok(()))?,
+            config,
+            open_files,
+            null,
+            started: Instant::now(),
+            scratch: RefCell::new(vec![0; SCRATCH]),
+            supervisors: RefCell::default(),
+            hunting: Cell::new(false),
+            strangers: RefCell::default(),
+            admitted: RefCell::default(),
+        }))
+    }
+
+    /// Take connections for ever.
+    pub async fn accept(self: &Rc<Daemon>, listener: UnixListener) {
+        loop {
+            match listener.accept().await {
+                Ok((socket, _)) => self.meet(socket),
+                // Out of descriptors or memory: a connection that ends gives some back.
+                Err(_) => sleep(Duration::from_millis(20)).await,
+            }
+        }
+    }
+
+    fn meet(self: &Rc<Daemon>, socket: UnixStream) {
+        let mut nonce = [0u8; 32];
+        if fill_random(&mut nonce).is_err() {
+            return;
+        }
+        let conn = Conn::new(self.config.key, nonce);
+        let mut strangers = self.strangers.borrow_mut();
+        strangers.retain(|other| other.strong_count() > 0);
+        if strangers.len() >= MAX_STRANGERS
+            && let Some(oldest) = strangers.pop_front().and_then(|oldest| oldest.upgrade())
+        {
+            oldest.leave("too_many", "too many connections without a hello");
+        }
+        strangers.push_back(Rc::downgrade(&conn));
+        let daemon = self.clone();
+        spawn_local(async move { conn.serve(&daemon, socket).await });
+    }
+
+    /// Count a connection that has proved the key; `false` when there are too many.
+    pub fn admit(&self, conn: &Rc<Conn>) -> bool {
+        let same = |other: &Weak<Conn>| std::ptr::eq(other.as_ptr(), Rc::as_ptr(conn));
+        self.strangers.borrow_mut().retain(|other| !same(other));
+        let mut admitted = self.admitted.borrow_mut();
+        admitted.retain(|other| other.strong_count() > 0);
+        if admitted.len() >= MAX_ADMITTED {
+            return false;
+        }
+        admitted.push(Rc::downgrade(conn));
+        true
+    }
+
+    /// Tell every client that the daemon is about to end.
+    pub fn say_goodbye(&self) {
+        for conn in self.admitted.borrow().iter().filter_map(Weak::upgrade) {
+            conn.leave("shutdown", "the daemon was told to end");
+        }
+    }
+
+    pub fn supervisor_started(&self, pid: i32) {
+        self.supervisors.borrow_mut().insert(pid);
+    }
+
+    /// Commands that are running or have left something running.
+    pub fn execs(&self) -> usize {
+        self.supervisors.borrow().len()
+    }
+
+    /// Reap every child that has ended: supervisors, and as PID 1 whatever else was left to us.
+    pub fn reap(self: &Rc<Daemon>) {
+        while let Ok(Some((pid, status))) = waitpid(None, WaitOptions::NOHANG) {
+            let supervisor = self.supervisors.borrow_mut().remove(&pid.as_raw_nonzero().get());
+            if supervisor && status.exit_status().is_none() {
+                self.hunt_strays();
+            }
+        }
+    }
+
+    /// A supervisor was killed (by the kernel, when memory ran out), so its tree has become ours. Whatever is a
+    /// child of the daemon and no supervisor is such an orphan: end them all, and what they leave in turn.
+    fn hunt_strays(self: &Rc<Daemon>) {
+        if self.hunting.replace(true) {
+            return;
+        }
+        let daemon = self.clone();
+        spawn_local(async move {
+            let end = Instant::now() + STRAYS_TIME;
+            while Instant::now() < end {
+                let mut found = false;
+                children::for_each(|pid| {
+                    if !daemon.supervisors.borrow().contains(&pid)
+                        && let Some(pid) = Pid::from_raw(pid)
+                    {
+                        found = true;
+                        let _ = kill_process(pid, Signal::KILL);
+                    }
+                });
+                daemon.reap();
+                if !found {
+                    break;
+                }
+                sleep(Duration::from_millis(1)).await;
+            }
+            daemon.hunting.set(false);
+        });
+    }
+}
+
+/// Random bytes of the kernel.
+pub fn fill_random(bytes: &mut [u8]) -> rustix::io::Result<()> {
+    let mut filled = 0;
+    while filled < bytes.len() {
+        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())?;
+    }
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! The operations: their arguments, checked once, and which module does each.
+
+use crate::conn::Stream;
+use crate::daemon::Daemon;
+use crate::errors::{Code, Failure};
+use crate::pack::{Map, MapWriter, Value};
+use crate::{archive, exec, fsops};
+use std::rc::Rc;
+
+/// The longest path that is taken, the kernel's limit without the closing NUL.
+const MAX_PATH: usize = 4_095;
+
+pub enum Op {
+    Exec(exec::Request),
+    Stat { path: Vec<u8>, follow: bool },
+    List { path: Vec<u8> },
+    Read(fsops::ReadRequest),
+    Write { path: Vec<u8>, mode: u32 },
+    Export { max_bytes: u64 },
+    Import { max_bytes: u64 },
+    Info,
+}
+
+/// Read an OPEN. The daemon is needed for what a command inherits from it.
+pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
+    let args = Args(Map::parse(args).map_err(|_| Failure::invalid("the arguments are not a map"))?);
+    Ok(match op {
+        "exec.start" => Op::Exec(exec::Request::parse(&args, daemon)?),
+        "fs.stat" => Op::Stat { path: args.path("path")?, follow: args.bool_or("follow", true)? },
+        "fs.list" => Op::List { path: args.path("path")? },
+        "fs.read" => Op::Read(fsops::ReadRequest {
+            path: args.path("path")?,
+            offset: args.optional_uint("offset")?.unwrap_or(0),
+            length: args.optional_uint("length")?,
+            max_bytes: args.optional_uint("max_bytes")?,
+        }),
+        "fs.write" => {
+            let mode = args.uint("mode")?;
+            if mode > 0o7777 {
+                return Err(Failure::invalid("mode has more than permission bits"));
+            }
+            Op::Write { path: args.path("path")?, mode: mode as u32 }
+        }
+        "tar.export" => Op::Export { max_bytes: args.uint("max_bytes")? },
+        "tar.import" => Op::Import { max_bytes: args.uint("max_bytes")? },
+        "sys.info" => Op::Info,
+        other => {
+            let name: String = other.chars().take(64).collect();
+            return Err(Failure::new(Code::Unsupported, format!("no operation {name:?}")));
+        }
+    })
+}
+
+impl Op {
+    /// Whether the client sends data on channel 0.
+    pub fn takes_input(&self) -> bool {
+        matches!(self, Op::Write { .. } | Op::Import { .. })
+    }
+
+    /// Do it and send END.
+    pub async fn run(self, daemon: Rc<Daemon>, stream: Rc<Stream>) {
+        let result = match self {
+            Op::Exec(request) => return exec::run(daemon, stream, request).await,
+            Op::Stat { path, follow } => fsops::stat(&daemon, path, follow).await.map(Some),
+            Op::List { path } => fsops::list(&daemon, &stream, path).await,
+            Op::Read(request) => fsops::read(&daemon, &stream, request).await,
+            Op::Write { path, mode } => fsops::write(&daemon, &stream, path, mode).await,
+            Op::Export { max_bytes } => archive::export(&daemon, &stream, max_bytes).await,
+            Op::Import { max_bytes } => archive::import(&daemon, &stream, max_bytes).await,
+            Op::Info => Ok(Some(info(&daemon))),
+        };
+        match result {
+            Ok(Some(map)) => stream.end(&map),
+            // The stream is over already.
+            Ok(None) => {}
+            Err(failure) => stream.end(&failure.map()),
+        }
+    }
+}
+
+fn info(daemon: &Daemon) -> Vec<u8> {
+    MapWriter::new(6)
+        .str("version", env!("CARGO_PKG_VERSION"))
+        .uint("pid", u64::from(std::process::id()))
+        .uint("uid", u64::from(daemon.config.uid))
+        .uint("gid", u64::from(daemon.config.gid))
+        .uint("execs", daemon.execs() as u64)
+        .uint("uptime_ms", daemon.started.elapsed().as_millis() as u64)
+        .done()
+}
+
+/// The arguments of an operation with the answers for what is missing or wrong.
+pub struct Args<'a>(Map<'a>);
+
+impl<'a> Args<'a> {
+    pub fn get(&self, key: &str) -> Result<Value<'a>, Failure> {
+        self.0.get(key).ok_or_else(|| Failure::invalid(format!("{key} is missing")))
+    }
+
+    pub fn uint(&self, key: &str) -> Result<u64, Failure> {
+        match self.get(key)? {
+            Value::Uint(n) => Ok(n),
+            _ => Err(Failure::invalid(format!("{key} is not an unsigned integer"))),
+        }
+    }
+
+    fn optional_uint(&self, key: &str) -> Result<Option<u64>, Failure> {
+        if self.0.get(key).is_some() { self.uint(key).map(Some) } else { Ok(None) }
+    }
+
+    fn bool_or(&self, key: &str, default: bool) -> Result<bool, Failure> {
+        match self.0.get(key) {
+            None => Ok(default),
+            Some(Value::Bool(value)) => Ok(value),
+            Some(_) => Err(Failure::invalid(format!("{key} is not true or false"))),
+        }
+    }
+
+    /// An absolute path without NUL that the kernel could take.
+    pub fn path(&self, key: &str) -> Result<Vec<u8>, Failure> {
+        let Value::Bin(path) = self.get(key)? else {
+            return Err(Failure::invalid(format!("{key} is not bytes")));
+        };
+        if path.first() != Some(&b'/') {
+            return Err(Failure::invalid(format!("{key} is not absolute")));
+        }
+        if path.contains(&0) {
+            return Err(Failure::invalid(format!("{key} has a NUL in it")));
+        }
+        if path.len() > MAX_PATH {
+            return Err(Failure::invalid(format!("{key} is longer than {MAX_PATH} bytes")));
+        }
+        Ok(path.to_vec())
+    }
+}

@@ -1,0 +1,266 @@
+//! The system call filter of every command, on top of the runtime's own profile.
+//!
+//! It closes what a process without capabilities could still use to reach outside its sandbox: new
+//! namespaces, socket families that no network namespace confines (vsock above all), foreign system call
+//! tables that would pass the numbers below unread, and large kernel interfaces that agents' commands do not
+//! need. A call that is refused answers EPERM; `clone3` answers ENOSYS, because its flags lie in memory that a
+//! filter cannot read and the C library then falls back to `clone`.
+//!
+//! The kernel reads `int` arguments as their low 32 bits, so the filter compares exactly those and never the
+//! high half, which a caller may fill as it likes.
+
+use libc::{BPF_ABS, BPF_JEQ, BPF_JMP, BPF_JSET, BPF_K, BPF_LD, BPF_RET, BPF_W, c_long, sock_filter};
+
+#[cfg(target_arch = "x86_64")]
+const AUDIT_ARCH: u32 = 0xc000_003e;
+#[cfg(target_arch = "aarch64")]
+const AUDIT_ARCH: u32 = 0xc000_00b7;
+
+const OFFSET_NR: u32 = 0;
+const OFFSET_ARCH: u32 = 4;
+const X32_BIT: u32 = 0x4000_0000;
+
+const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+const EPERM: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+const ENOSYS: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+
+/// `clone` has its exit signal in the low byte, where `unshare` has CLONE_NEWTIME.
+const CLONE_NEWTIME: u32 = 0x80;
+const CLONE_NEW: u32 = (libc::CLONE_NEWNS
+    | libc::CLONE_NEWCGROUP
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUSER
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWNET) as u32;
+
+/// `open_tree_attr`, younger than the C library's headers; the same number on every architecture.
+const SYS_OPEN_TREE_ATTR: c_long = 467;
+
+const REFUSED: &[c_long] = &[
+    libc::SYS_setns,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    SYS_OPEN_TREE_ATTR,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_open_by_handle_at,
+];
+
+fn statement(code: u32, k: u32) -> sock_filter {
+    sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+fn load(offset: u32) -> sock_filter {
+    statement(BPF_LD | BPF_W | BPF_ABS, offset)
+}
+
+/// The low half of an argument on a little-endian machine.
+fn load_argument(index: u32) -> sock_filter {
+    load(16 + 8 * index)
+}
+
+fn answer(action: u32) -> sock_filter {
+    statement(BPF_RET | BPF_K, action)
+}
+
+/// Go `yes` or `no` instructions further.
+fn branch(test: u32, k: u32, yes: u8, no: u8) -> sock_filter {
+    sock_filter { code: (BPF_JMP | test | BPF_K) as u16, jt: yes, jf: no, k }
+}
+
+/// Run `then` when the accumulator equals `k`. `then` ends in an answer on every way.
+fn when(program: &mut Vec<sock_filter>, k: u32, then: &[sock_filter]) {
+    program.push(branch(BPF_JEQ, k, 0, then.len() as u8));
+    program.extend_from_slice(then);
+}
+
+/// The program, ready for `PR_SET_SECCOMP`.
+pub fn filter() -> Vec<sock_filter> {
+    let mut program = vec![
+        load(OFFSET_ARCH),
+        branch(BPF_JEQ, AUDIT_ARCH, 1, 0),
+        answer(EPERM),
+        load(OFFSET_NR),
+        branch(BPF_JSET, X32_BIT, 0, 1),
+        answer(EPERM),
+    ];
+    for &number in REFUSED {
+        when(&mut program, number as u32, &[answer(EPERM)]);
+    }
+    when(&mut program, libc::SYS_clone3 as u32, &[answer(ENOSYS)]);
+    let flags = |mask| [load_argument(0), branch(BPF_JSET, mask, 0, 1), answer(EPERM), answer(ALLOW)];
+    when(&mut program, libc::SYS_clone as u32, &flags(CLONE_NEW));
+    when(&mut program, libc::SYS_unshare as u32, &flags(CLONE_NEW | CLONE_NEWTIME));
+    let families = [
+        load_argument(0),
+        branch(BPF_JEQ, libc::AF_UNIX as u32, 5, 0),
+        branch(BPF_JEQ, libc::AF_INET as u32, 4, 0),
+        branch(BPF_JEQ, libc::AF_INET6 as u32, 3, 0),
+        branch(BPF_JEQ, libc::AF_NETLINK as u32, 0, 3),
+        load_argument(2),
+        branch(BPF_JEQ, libc::NETLINK_ROUTE as u32, 0, 1),
+        answer(ALLOW),
+        answer(EPERM),
+    ];
+    when(&mut program, libc::SYS_socket as u32, &families);
+    when(&mut program, libc::SYS_socketpair as u32, &families);
+    program.push(answer(ALLOW));
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Call {
+        arch: u32,
+        nr: u32,
+        args: [u64; 6],
+    }
+
+    /// As much of classic BPF as the program uses.
+    fn run(program: &[sock_filter], call: &Call) -> u32 {
+        let mut data = Vec::new();
+        data.extend_from_slice(&call.nr.to_le_bytes());
+        data.extend_from_slice(&call.arch.to_le_bytes());
+        data.extend_from_slice(&[0; 8]);
+        for argument in call.args {
+            data.extend_from_slice(&argument.to_le_bytes());
+        }
+        let (mut at, mut accumulator) = (0, 0u32);
+        loop {
+            let step = program[at];
+            at += 1;
+            match u32::from(step.code) {
+                code if code == BPF_LD | BPF_W | BPF_ABS => {
+                    let k = step.k as usize;
+                    accumulator = u32::from_le_bytes(data[k..k + 4].try_into().unwrap());
+                }
+                code if code == BPF_RET | BPF_K => return step.k,
+                code if code == BPF_JMP | BPF_JEQ | BPF_K => {
+                    at += usize::from(if accumulator == step.k { step.jt } else { step.jf });
+                }
+                code if code == BPF_JMP | BPF_JSET | BPF_K => {
+                    at += usize::from(if accumulator & step.k != 0 { step.jt } else { step.jf });
+                }
+                code => panic!("instruction {code:#x}"),
+            }
+        }
+    }
+
+    fn answer_to(nr: c_long, args: [u64; 6]) -> u32 {
+        run(&filter(), &Call { arch: AUDIT_ARCH, nr: nr as u32, args })
+    }
+
+    fn first(argument: u64) -> [u64; 6] {
+        [argument, 0, 0, 0, 0, 0]
+    }
+
+    #[test]
+    fn the_listed_calls_are_refused_and_others_pass() {
+        for &number in REFUSED {
+            assert_eq!(answer_to(number, [0; 6]), EPERM, "{number}");
+        }
+        assert_eq!(answer_to(libc::SYS_clone3, [0; 6]), ENOSYS);
+        for number in
+            [libc::SYS_read, libc::SYS_execve, libc::SYS_openat, libc::SYS_ptrace, libc::SYS_openat2]
+        {
+            assert_eq!(answer_to(number, [u64::MAX; 6]), ALLOW, "{number}");
+        }
+    }
+
+    #[test]
+    fn foreign_tables_are_refused_whole() {
+        for arch in [0x4000_0003, 0x4000_0028, 0, AUDIT_ARCH ^ 1] {
+            for nr in [0, 39, 57, 1000] {
+                assert_eq!(run(&filter(), &Call { arch, nr, args: [0; 6] }), EPERM);
+            }
+        }
+        for nr in [X32_BIT, X32_BIT | 39, u32::MAX] {
+            assert_eq!(run(&filter(), &Call { arch: AUDIT_ARCH, nr, args: [0; 6] }), EPERM);
+        }
+    }
+
+    #[test]
+    fn namespaces_are_refused_and_threads_are_not() {
+        for bit in [17u32, 25, 26, 27, 28, 29, 30] {
+            let flags = 1u64 << bit;
+            for noise in [0, libc::SIGCHLD as u64, 0xffff_ffff_0000_0000] {
+                assert_eq!(answer_to(libc::SYS_clone, first(flags | noise)), EPERM, "bit {bit}");
+                assert_eq!(answer_to(libc::SYS_unshare, first(flags | noise)), EPERM, "bit {bit}");
+            }
+        }
+        let thread =
+            libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_FILES | libc::CLONE_SIGHAND | libc::CLONE_THREAD;
+        assert_eq!(answer_to(libc::SYS_clone, first(thread as u64)), ALLOW);
+        assert_eq!(answer_to(libc::SYS_clone, first(u64::from(CLONE_NEWTIME))), ALLOW, "an exit signal");
+        assert_eq!(answer_to(libc::SYS_unshare, first(u64::from(CLONE_NEWTIME))), EPERM);
+        assert_eq!(answer_to(libc::SYS_unshare, first(libc::CLONE_FS as u64)), ALLOW);
+    }
+
+    #[test]
+    fn sockets_are_of_four_families() {
+        for call in [libc::SYS_socket, libc::SYS_socketpair] {
+            for high in [0, 0xffff_ffff_0000_0000u64] {
+                for family in 0..64u64 {
+                    let expected = if [1, 2, 10, 16].contains(&family) { ALLOW } else { EPERM };
+                    assert_eq!(answer_to(call, [family | high, 1, high, 0, 0, 0]), expected, "{family}");
+                }
+                for protocol in 1..32 {
+                    assert_eq!(answer_to(call, [16 | high, 3, protocol | high, 0, 0, 0]), EPERM);
+                }
+            }
+        }
+    }
+
+    /// The kernel takes the program and answers as the interpreter above does.
+    #[test]
+    fn the_kernel_agrees() {
+        let program = filter();
+        let fprog = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
+        // SAFETY: the child makes system calls alone, allocates nothing and leaves by _exit; the parent waits.
+        let status = unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+                let mut wrong = libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &fprog);
+                let refused =
+                    |result: c_long, errno| i32::from(result != -1 || *libc::__errno_location() != errno);
+                for &number in REFUSED {
+                    wrong |= refused(libc::syscall(number, -1, -1, -1, -1, -1, -1), libc::EPERM);
+                }
+                wrong |= refused(libc::syscall(libc::SYS_clone3, 0, 0), libc::ENOSYS);
+                wrong |= refused(libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER), libc::EPERM);
+                wrong |= refused(
+                    libc::syscall(libc::SYS_clone, libc::CLONE_NEWNET | libc::SIGCHLD, 0),
+                    libc::EPERM,
+                );
+                wrong |= refused(libc::syscall(libc::SYS_socket, 40, libc::SOCK_STREAM, 0), libc::EPERM);
+                wrong |= i32::from(libc::syscall(libc::SYS_socket, libc::AF_UNIX, libc::SOCK_STREAM, 0) < 0);
+                wrong |= i32::from(libc::syscall(libc::SYS_getpid) <= 0);
+                libc::_exit(i32::from(wrong != 0));
+            }
+            let mut status = 0;
+            assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
+            status
+        };
+        assert_eq!(status, 0);
+    }
+}

@@ -1,0 +1,335 @@
+//! The small root process above every command.
+//!
+//! The daemon forks it, it forks the command. It is a child subreaper, so that everything the command starts,
+//! double forks and new sessions included, stays below a parent that the command cannot signal. It has one
+//! descriptor, [`CONTROL`]: reports go up, [`KILL`] comes down, and the end of it means that the daemon is gone.
+//!
+//! It was forked from a process with threads, so it makes system calls only: no allocation, no lock, no
+//! formatting. Killing the tree needs no new process or thread and goes on until there is no child left:
+//! scan, SIGKILL, reap. A process that forks faster than one scan reads is met by the next; new ones can only
+//! come from those that are not yet dead. The rounds are bounded by time, since a process stuck in the kernel
+//! dies later than its signal; the supervisor then reports the failure and goes on trying.
+
+use crate::launch::{self, Plan};
+use libc::{c_int, c_ulong, pid_t};
+use std::io;
+
+/// The descriptor of the control socket in the supervisor and, close-on-exec, in the child.
+pub const CONTROL: c_int = 3;
+/// The one message that the daemon sends.
+pub const KILL: u8 = b'K';
+/// How long one attempt to end a tree lasts.
+const KILL_SECONDS: i64 = 5;
+
+/// What the child was doing when it failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    Fork = 1,
+    Setup = 2,
+    Workdir = 3,
+    Exec = 4,
+}
+
+/// One message from the supervisor or its child.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Report {
+    /// The command was not started; an [`Report::Exit`] follows unless the fork itself failed.
+    Failed { stage: Stage, errno: i32 },
+    /// The command's own process has ended: `wait4`'s status and the resources it and the children it waited for used.
+    Exit { status: i32, user_us: u64, system_us: u64, max_rss_kb: u64 },
+    /// The answer to [`KILL`]; `empty` when nothing of the tree is left.
+    Killed { empty: bool },
+}
+
+pub const REPORT_BYTES: usize = 40;
+
+impl Report {
+    pub fn failed(stage: Stage, errno: i32) -> Report {
+        Report::Failed { stage, errno }
+    }
+
+    fn encode(self) -> [u8; REPORT_BYTES] {
+        let fields: [u64; 5] = match self {
+            Report::Failed { stage, errno } => [1, stage as u64, errno as u64, 0, 0],
+            Report::Exit { status, user_us, system_us, max_rss_kb } => {
+                [2, status as u64, user_us, system_us, max_rss_kb]
+            }
+            Report::Killed { empty } => [3, u64::from(empty), 0, 0, 0],
+        };
+        let mut bytes = [0; REPORT_BYTES];
+        for (place, field) in bytes.chunks_exact_mut(8).zip(fields) {
+            place.copy_from_slice(&field.to_ne_bytes());
+        }
+        bytes
+    }
+
+    pub fn decode(bytes: &[u8; REPORT_BYTES]) -> Option<Report> {
+        let mut fields = [0u64; 5];
+        for (field, chunk) in fields.iter_mut().zip(bytes.chunks_exact(8)) {
+            *field = u64::from_ne_bytes(chunk.try_into().ok()?);
+        }
+        let [kind, first, second, third, fourth] = fields;
+        Some(match kind {
+            1 => {
+                let stage = [Stage::Fork, Stage::Setup, Stage::Workdir, Stage::Exec]
+                    .into_iter()
+                    .find(|stage| *stage as u64 == first)?;
+                Report::Failed { stage, errno: second as i32 }
+            }
+            2 => Report::Exit { status: first as i32, user_us: second, system_us: third, max_rss_kb: fourth },
+            3 => Report::Killed { empty: first != 0 },
+            _ => return None,
+        })
+    }
+
+    /// Send it up. A daemon that is gone hears nothing.
+    pub fn send(self, fd: c_int) {
+        let bytes = self.encode();
+        // SAFETY: the kernel reads the array's bytes and no more.
+        unsafe { libc::send(fd, bytes.as_ptr().cast(), bytes.len(), libc::MSG_NOSIGNAL) };
+    }
+}
+
+/// The daemon's ends stay with the daemon; these are the supervisor's and the command's. All are above 2.
+pub struct Descriptors {
+    pub control: c_int,
+    pub stdin: c_int,
+    pub stdout: c_int,
+    pub stderr: c_int,
+}
+
+/// Fork a supervisor that starts the plan's command, and answer its process id.
+pub fn spawn(plan: &Plan, fds: &Descriptors) -> io::Result<pid_t> {
+    // SAFETY: signals are blocked around the fork, so none of the daemon's handlers, which write to pipes that
+    // parent and child share, can run in the child before it has put them away. The child never returns.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        let child = fork();
+        if child == 0 {
+            supervise(plan, fds);
+        }
+        let error = io::Error::last_os_error();
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
+        if child < 0 { Err(error) } else { Ok(child) }
+    }
+}
+
+/// The bare system call: the C library's `fork` runs handlers and takes locks that nothing here needs.
+///
+/// # Safety
+/// The child may only make system calls and has to leave by `_exit` or `execve`.
+unsafe fn fork() -> pid_t {
+    const NONE: c_ulong = 0;
+    // SAFETY: no flag but the exit signal, no new stack: a plain fork. The order of the remaining arguments
+    // differs between architectures, but all are 0.
+    unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD as c_ulong, NONE, NONE, NONE, NONE) as pid_t }
+}
+
+extern "C" fn wake(_: c_int) {}
+
+/// # Safety
+/// Only in a process that was just forked, with every signal blocked.
+unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
+    // SAFETY: system calls on this process's own descriptors and signals.
+    unsafe {
+        reset_signals();
+        libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as c_ulong);
+        libc::prctl(libc::PR_SET_NAME, c"sandboxd-exec".as_ptr());
+        // All four are above 2, so no copy overwrites one that is still needed, and the copies to 0, 1 and 2
+        // come before the one to 3.
+        let placed = libc::dup2(fds.stdin, 0) >= 0
+            && libc::dup2(fds.stdout, 1) >= 0
+            && libc::dup2(fds.stderr, 2) >= 0
+            && (fds.control == CONTROL || libc::dup3(fds.control, CONTROL, libc::O_CLOEXEC) >= 0);
+        if !placed {
+            Report::failed(Stage::Setup, *libc::__errno_location()).send(fds.control);
+            libc::_exit(1);
+        }
+        close_from(CONTROL + 1);
+        let child = fork();
+        if child == 0 {
+            launch::start(plan);
+        }
+        if child < 0 {
+            Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
+            libc::_exit(1);
+        }
+        // The command's output ends when the command and its children are done with it.
+        libc::dup2(0, 1);
+        libc::dup2(0, 2);
+        watch(child)
+    }
+}
+
+/// # Safety
+/// As for [`supervise`].
+unsafe fn reset_signals() {
+    // SAFETY: numbers that may not be changed are refused by the call; the structures are fully initialised.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = libc::SIG_DFL;
+        for signal in 1..=64 {
+            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+        }
+        // An ignored signal would not end a wait. Executing a program sets this one back.
+        action.sa_sigaction = wake as extern "C" fn(c_int) as usize;
+        libc::sigaction(libc::SIGCHLD, &raw const action, std::ptr::null_mut());
+    }
+}
+
+/// # Safety
+/// As for [`supervise`].
+unsafe fn close_from(first: c_int) {
+    // SAFETY: nothing in this process uses the descriptors that are closed.
+    unsafe {
+        if libc::syscall(libc::SYS_close_range, first as c_ulong, c_ulong::from(u32::MAX), 0 as c_ulong) == 0
+        {
+            return;
+        }
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
+        let end = c_int::try_from(limit.rlim_cur).unwrap_or(1 << 20).min(1 << 20);
+        for fd in first..end {
+            libc::close(fd);
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum Reaped {
+    Some,
+    None,
+    /// There is no child left.
+    Empty,
+}
+
+/// Reap whatever has ended, and report the command's own end.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn reap(command: pid_t) -> Reaped {
+    let mut result = Reaped::None;
+    loop {
+        // SAFETY: the kernel fills both structures.
+        unsafe {
+            let mut status = 0;
+            let mut usage: libc::rusage = std::mem::zeroed();
+            let pid = libc::wait4(-1, &raw mut status, libc::WNOHANG, &raw mut usage);
+            if pid <= 0 {
+                return if pid < 0 { Reaped::Empty } else { result };
+            }
+            result = Reaped::Some;
+            if pid == command {
+                let micros = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
+                let (user_us, system_us) = (micros(usage.ru_utime), micros(usage.ru_stime));
+                let max_rss_kb = usage.ru_maxrss as u64;
+                Report::Exit { status, user_us, system_us, max_rss_kb }.send(CONTROL);
+            }
+        }
+    }
+}
+
+/// Wait for a message or a child's end, at most for `milliseconds` where that is not negative.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn pause(control: bool, milliseconds: i64) -> bool {
+    // SAFETY: the structures are initialised; the mask lets SIGCHLD alone in while the call waits, so that none
+    // is lost between a reap and the wait.
+    unsafe {
+        let mut mask: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&raw mut mask);
+        libc::sigdelset(&raw mut mask, libc::SIGCHLD);
+        let mut poll = libc::pollfd { fd: CONTROL, events: libc::POLLIN, revents: 0 };
+        let time =
+            libc::timespec { tv_sec: milliseconds / 1_000, tv_nsec: (milliseconds % 1_000) * 1_000_000 };
+        let timeout = if milliseconds < 0 { std::ptr::null() } else { &raw const time };
+        let count = libc::ppoll(&raw mut poll, c_ulong::from(control), timeout, &raw const mask);
+        count > 0 && poll.revents != 0
+    }
+}
+
+fn seconds() -> i64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel fills the structure.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    now.tv_sec
+}
+
+/// Live until the last child is gone.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn watch(command: pid_t) -> ! {
+    let mut connected = true;
+    let mut doomed = false;
+    // SAFETY: as the functions called say; this process does nothing else.
+    unsafe {
+        loop {
+            if reap(command) == Reaped::Empty {
+                libc::_exit(0);
+            }
+            if doomed {
+                kill_tree(command);
+            }
+            if pause(connected, if doomed { 100 } else { -1 }) {
+                let mut message = 0u8;
+                let count = libc::recv(CONTROL, (&raw mut message).cast(), 1, libc::MSG_DONTWAIT);
+                if count == 0 {
+                    connected = false;
+                }
+                if count == 0 || (count == 1 && message == KILL) {
+                    doomed = true;
+                    let empty = kill_tree(command);
+                    Report::Killed { empty }.send(CONTROL);
+                }
+            }
+        }
+    }
+}
+
+/// End every descendant; `false` when time ran out first.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn kill_tree(command: pid_t) -> bool {
+    let end = seconds() + KILL_SECONDS;
+    loop {
+        // SAFETY: a child of this process that has not been reaped keeps its number, so no stranger is hit.
+        crate::children::for_each(|pid| unsafe {
+            libc::kill(pid, libc::SIGKILL);
+        });
+        // SAFETY: as for this function.
+        match unsafe { reap(command) } {
+            Reaped::Empty => return true,
+            Reaped::Some => {}
+            Reaped::None => {
+                if seconds() > end {
+                    return false;
+                }
+                // SAFETY: as for this function.
+                unsafe { pause(false, 1) };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_survive_their_encoding() {
+        for report in [
+            Report::failed(Stage::Exec, 2),
+            Report::Exit { status: 9, user_us: 1, system_us: u64::MAX, max_rss_kb: 3 },
+            Report::Killed { empty: true },
+        ] {
+            assert_eq!(Report::decode(&report.encode()), Some(report));
+        }
+        assert_eq!(Report::decode(&[0xff; REPORT_BYTES]), None);
+    }
+}
