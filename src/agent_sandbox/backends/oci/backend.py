@@ -278,6 +278,8 @@ class OciBackend(GuestBackend):
 
     async def _end(self, id: str) -> None:
         """End every process of the environment; return when none is left."""
+        await self._thread(self._environment(id).forget)
+        self._records.pop(id, None)
         await self.drop_guest(id)
         await self._thread(self._kill, id)
 
@@ -311,7 +313,6 @@ class OciBackend(GuestBackend):
                 await self._thread(remove)
             except OSError as error:
                 failed = failed or error
-        self._records.pop(id, None)
         if failed is not None:
             raise failed
 
@@ -449,13 +450,12 @@ def _find_sandboxd(configured: str) -> Path:
         path = Path(configured).absolute()
     else:
         try:
-            engine = importlib.import_module("agent_sandbox_engine")
-        except ImportError as error:
+            path = Path(importlib.import_module("agent_sandbox_engine").sandboxd_path())
+        except (ImportError, FileNotFoundError) as error:
             raise BackendError(
                 "the sandboxd binary is missing; install it with: pip install 'agent-sandbox[server]', "
                 "or name one in AGENT_SANDBOX_SANDBOXD"
             ) from error
-        path = Path(engine.sandboxd_path())
     if not path.is_file() or not os.access(path, os.X_OK):
         raise BackendError(f"{path} is not an executable file; AGENT_SANDBOX_SANDBOXD names the sandboxd binary")
     return path

@@ -39,6 +39,8 @@ NOFILE = 20_000
 SHM_MB = 64
 """Size of /dev/shm, at most half of the memory: the default of container engines."""
 MIB = 1024 * 1024
+_UNLIMITED = 1 << 64
+"""Limits are unsigned for the kernel and the runtime; taken by this modulus, Python's -1 is the largest."""
 
 MASKED = (
     "/proc/acpi",
@@ -51,8 +53,10 @@ MASKED = (
     "/proc/scsi",
     "/proc/timer_list",
     "/proc/timer_stats",
+    "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
+    "/sys/fs",
 )
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
@@ -88,7 +92,7 @@ class Layout:
 def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any]) -> dict[str, Any]:
     """Build the config.json of environment ``id``; its limits are those of ``spec``."""
     capabilities = list(DAEMON_CAPABILITIES)
-    nofile = min(NOFILE, layout.nofile_limit)
+    nofile = min(NOFILE, layout.nofile_limit % _UNLIMITED)
     return {
         "ociVersion": "1.0.2",
         "hostname": "sandbox",

@@ -77,6 +77,11 @@ class Environment:
             file.write(key)
         return key
 
+    def forget(self) -> None:
+        """Remove record and key: from now on the environment cannot be found, whatever is left of it."""
+        self._record.unlink(missing_ok=True)
+        self._key.unlink(missing_ok=True)
+
     def record(self) -> Record:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
         try:
