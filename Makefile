@@ -71,9 +71,10 @@ format: setup ## Format the Python and Rust sources
 	@$(BIN)/ruff format --quiet .
 	@cargo fmt --all
 
-.PHONY: docs
+.PHONY: docs openapi
 docs: setup ## Generate spec/openapi.json and the reference pages
 	@$(BIN)/python scripts/generate.py
+openapi: docs
 
 .PHONY: bench
 bench: setup ## Measure the promised figures on this machine (root)

@@ -1,0 +1,120 @@
+"""The main job, and the documents' own examples, on the embedded backend."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_sandbox_engine import sandboxd_path
+
+from agent_sandbox.cli import quickstart
+from tests.e2e.local import Local
+
+pytestmark = pytest.mark.real
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    local = Local(tmp_path_factory.mktemp("quickstart") / "data")
+    yield local
+    local.stop()
+
+
+def nothing_is_left(local: Local) -> bool:
+    return not local.json("ls") and not local.json("snapshots")
+
+
+def test_every_step_has_the_expected_result(local: Local) -> None:
+    report = local.json("quickstart")
+    assert report["ok"] is True
+    assert [step["ok"] for step in report["steps"]] == [True] * 13
+    assert all(step["ms"] > 0 for step in report["steps"])
+    fastest = report["steps"][11]["seen"][-1]
+    assert fastest.removeprefix("fastest: ") in quickstart.CANDIDATES
+    assert nothing_is_left(local)
+
+
+def test_it_tells_people_what_it_did(local: Local) -> None:
+    out = local.out("quickstart")
+    for number in range(1, 14):
+        assert re.search(rf"^ ?{number}\. .+ \d+ ms$", out, re.MULTILINE), number
+    assert "fastest: " in out
+    assert "Everything was as expected" in out
+
+
+def test_an_unexpected_result_is_said_ends_with_1_and_leaves_nothing(local: Local, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    shutil.copy(sandboxd_path(), tmp_path / "bin" / "tool")
+    other = Local(local.data.parent / "other", AGENT_SANDBOX_DEFAULT_IMAGE="no-python:1")
+    other.out("image", "import", "no-python:1", str(tmp_path))
+    try:
+        done = other.run("quickstart")
+        assert done.returncode == 1
+        assert "FAILED" in done.stdout
+        assert "python3 main.py ended with 127" in done.stderr
+        assert nothing_is_left(other)
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize("after", ["create a sandbox", "snapshot the workspace", "fork the snapshot"])
+def test_an_interrupt_leaves_nothing(local: Local, after: str) -> None:
+    with local.start("quickstart") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if after in line.decode():
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert nothing_is_left(local)
+
+
+def test_the_number_of_primes_is_right() -> None:
+    primes = [n for n in range(2, 250) if all(n % d for d in range(2, n))]
+    assert quickstart.LIMIT < 250**2
+    count = sum(all(n % p or n == p for p in primes) for n in range(2, quickstart.LIMIT))
+    assert count == quickstart.PRIMES
+
+
+def test_the_readmes_python_example_runs(local: Local) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    local.out("ls")
+    environ = {**local.environ, "AGENT_SANDBOX_URL": f"unix://{local.socket}"}
+    done = subprocess.run([sys.executable, "-c", example], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        *("hello from /workspace/hello.py", ""),
+        *("stdout hello.py", "", "stdout hello from /workspace/hello.py", "", "exit "),
+        *("print('hello from', __file__)", ""),
+    ]
+    assert nothing_is_left(local)
+
+
+def test_the_readmes_command_prints_42(local: Local) -> None:
+    commands = re.findall(r"^agent-sandbox run .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) == 1
+    done = subprocess.run(["bash", "-c", commands[0]], env=local.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "42\n")
+
+
+def test_the_tutorial_works_as_written(local: Local, tmp_path: Path) -> None:
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "tutorial" / "first-sandbox.md").read_text(), re.DOTALL)
+    assert blocks[0].startswith("make setup\nexport PATH=")
+    script = "\n".join(["set -euo pipefail", blocks[0].splitlines()[2], *blocks[1:]])
+    done = subprocess.run(
+        ["bash", "-c", script], env=local.environ, cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n42\n" in done.stdout
+    assert done.stdout.endswith("\none\none\n")
+    assert (tmp_path / "notes-from-fork.txt").read_text() == "one\ntwo\n"
+    assert nothing_is_left(local)
