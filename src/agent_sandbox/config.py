@@ -10,6 +10,7 @@ When adding a setting: give it help and bounds here, then run ``make docs``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -82,10 +83,16 @@ class Settings:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, low, high = getattr(self, field.name), field.metadata.get("low"), field.metadata.get("high")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _bad(field.name, f"{value} is not a finite number")
             if (low is not None and value < low) or (high is not None and value > high):
                 raise _bad(field.name, f"{value} is out of range ({low} to {high if high is not None else 'any'})")
         if any(len(key) < MIN_KEY_LENGTH for key in self.api_keys):
             raise _bad("api_keys", f"each key needs at least {MIN_KEY_LENGTH} characters")
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
+            raise _bad("api_keys", "a key is printable ASCII without spaces, or no header could carry it")
+        if not self.host:
+            raise _bad("host", "is empty, which would mean every interface; name one")
         if not self.backends:
             raise _bad("backends", "at least one backend is needed")
         for kind in ("timeout_seconds", "cpus", "memory_mb", "pids_limit", "disk_mb", "exec_timeout_seconds"):
@@ -155,12 +162,18 @@ def _parse(name: str, value: Any) -> Any:
                 raise ValueError("not true or false")
             return text in _TRUE
         if kind == "Path":
+            if not str(value):
+                raise ValueError("a path is needed")
             return Path(value).expanduser().absolute()
         if kind.startswith("tuple"):
+            if not isinstance(value, str | list | tuple):
+                raise TypeError("not a list of texts")
             parts = value.split(",") if isinstance(value, str) else value
             return tuple(str(part).strip() for part in parts if str(part).strip())
         if isinstance(value, bool):
             raise TypeError("not a number" if kind in {"int", "float"} else "not a text")
+        if kind == "int" and isinstance(value, float) and not value.is_integer():
+            raise ValueError("not a whole number")
         return {"int": int, "float": float, "str": str}[kind](value)
     except (ValueError, TypeError, OverflowError) as error:
         shown = "" if name == "api_keys" else f" {value!r}"

@@ -1,7 +1,7 @@
 """What the manager's tests share: settings, a clock to turn by hand, and a way to crash a server.
 
-The backend is the fake one. :class:`Wire` stands between it and one manager, so that a crash cuts that manager off while
-the environments go on, as they do when a server is killed.
+The backend is the fake one. :class:`Wire` stands between it and one manager, so that a crash cuts that manager off
+while the environments go on, as they do when a server is killed.
 """
 
 from __future__ import annotations

@@ -111,14 +111,16 @@ class Fleet:
             await self.tasks.settle(_CLOSE_SECONDS)
         await self._let_go()
 
+    def _require_open(self) -> None:
+        if self._closing:
+            raise BackendError("the server is shutting down")
+
     async def settle(self) -> None:
         """Wait until no removal is under way in the background."""
         await self.tasks.settle()
 
     def backend(self, name: str) -> Backend:
         """Give a backend that is up. :class:`BackendError` says why it is not."""
-        if self._closing:
-            raise BackendError("the server is shutting down")
         if name not in self.backends:
             raise BackendError(f"backend {name!r} is not configured in this server; add it to BACKENDS")
         if name in self._down:
@@ -127,6 +129,7 @@ class Fleet:
 
     def find(self, id: str) -> Entry:
         """Give a sandbox that is not gone for its callers. :class:`NotFoundError`."""
+        self._require_open()
         entry = self.entries.get(id)
         if entry is None or entry.expired:
             if id in self.unreadable:
@@ -169,6 +172,7 @@ class Fleet:
 
     def reserve(self, record: SandboxRecord) -> Entry:
         """Take a place for a new sandbox. :class:`LimitExceededError`. No await between the check and the place."""
+        self._require_open()
         if self._is_full():
             limit = self.settings.max_sandboxes
             raise LimitExceededError(f"there are {limit} sandboxes already, which is MAX_SANDBOXES; destroy one")

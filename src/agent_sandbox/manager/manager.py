@@ -96,7 +96,8 @@ class Manager:
     async def fork(self, snapshot_id: str, options: ForkOptions) -> SandboxRecord:
         """Create a sandbox from a snapshot: its spec with ``options`` over it, its workspace, a new time to live.
 
-        Errors as of :meth:`create`; :class:`ConflictError` when the image behind the name was replaced.
+        Errors as of :meth:`create`; :class:`NotFoundError` also when the snapshot's image is no longer there. Where it
+        was pinned, its content counts, not what its name leads to now.
         """
         with self._active():
             snapshot = await self._fleet.state.get_snapshot(snapshot_id)
@@ -376,7 +377,7 @@ class Manager:
 
     async def _launch(self, name: str, spec: SandboxSpec, ttl: int, snapshot: SnapshotRecord | None) -> SandboxRecord:
         backend = self._fleet.backend(name)
-        spec = policy.pin(spec, await backend.resolve_image(spec.image))
+        spec = policy.pin(spec, await backend.resolve_image(spec.image_digest or spec.image))
         await self._fleet.make_room()
         id, now = _new_id("sb"), self._clock()
         entry = self._fleet.reserve(
@@ -417,18 +418,19 @@ class Manager:
             raise BackendError("the new sandbox ended right after its start")
 
     async def _fill(self, backend: Backend, env_id: str, snapshot: SnapshotRecord) -> None:
-        source = self._fleet.snapshots.load(snapshot.id, snapshot.stored_bytes, snapshot.digest)
         limit = max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
-        async with aclosing(source):
-            try:
-                await backend.import_workspace(env_id, source, limit)
-            except MissingFileError:
-                await self._fleet.state.get_snapshot(snapshot.id)  # says it when the snapshot was deleted meanwhile
-                raise
-            except SandboxError:
-                await _exhaust(source)  # a damaged file explains a failed import better than the importer can
-                raise
-            await _exhaust(source)
+        try:
+            async with self._fleet.snapshots.open(snapshot.id, snapshot.stored_bytes, snapshot.digest) as archive:
+                try:
+                    async with aclosing(archive.blocks()) as blocks:
+                        await backend.import_workspace(env_id, blocks, limit)
+                except SandboxError:
+                    await archive.verify()  # a damaged file explains the failure better than the importer can
+                    raise
+                await archive.verify()
+        except MissingFileError:
+            await self._fleet.state.get_snapshot(snapshot.id)  # says so when it was deleted a moment ago
+            raise
 
     @contextmanager
     def _active(self) -> Iterator[None]:
@@ -438,11 +440,6 @@ class Manager:
         finally:
             self._calls -= 1
             self._last_active = time.monotonic()
-
-
-async def _exhaust(source: AsyncGenerator[bytes, None]) -> None:
-    async for _ in source:
-        pass
 
 
 def _new_id(prefix: str) -> str:

@@ -76,7 +76,7 @@ class CreateOptions:
     network: bool = False
     read_only_rootfs: bool = True
     timeout_seconds: int | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     backend: str | None = None
     min_isolation: IsolationClass | None = None
 
@@ -164,13 +164,12 @@ def fork_spec(
 def pin(spec: SandboxSpec, image: ResolvedImage) -> SandboxSpec:
     """Give the spec with the exact content of its image.
 
-    :class:`ConflictError` when the spec names other content already: the image was replaced since the snapshot was
-    made.
+    :class:`ConflictError` when the spec is pinned to other content than the backend found.
     """
     if spec.image_digest and spec.image_digest != image.digest:
         raise ConflictError(
-            f"image {spec.image!r} is other content now ({image.digest or 'not pinned'}) than the snapshot's"
-            f" ({spec.image_digest}); import that one again"
+            f"image {spec.image!r} is {image.digest or 'not pinned'}, but {spec.image_digest} is needed;"
+            " import that one again"
         )
     return dataclasses.replace(spec, image_digest=image.digest)
 

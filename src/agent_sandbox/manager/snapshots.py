@@ -9,9 +9,9 @@ file. A reader that has the file open keeps it.
 
 Integrity
 ---------
-The row holds size and BLAKE2b-256 of the stored bytes. Reading computes it on the way and raises at the end of the
-stream when it differs, so the importer fails and what it built is thrown away. The archive comes from a guest and is
-never looked into here.
+The row holds size and BLAKE2b-256 of the stored bytes. Reading computes it on the way, and :meth:`Archive.verify`
+compares before anything that was built from the stream is used. The archive comes from a guest and is never looked
+into here.
 
 Bounds
 ------
@@ -29,11 +29,12 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, Protocol, TypeVar, cast
 
 import zstandard
 
@@ -45,6 +46,11 @@ from agent_sandbox.types import ExportReport
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class _Run(Protocol):
+    async def __call__(self, work: Callable[[], _T], /) -> _T: ...
+
 
 _SUFFIX = ".tar.zst"
 _LEVEL = 3
@@ -120,17 +126,12 @@ class SnapshotStore:
             raise
         return StoredSnapshot(stored, writer.digest(), report)
 
-    async def load(self, id: str, stored_bytes: int, digest: str) -> AsyncGenerator[bytes, None]:
-        """Yield the archive; raise :class:`BackendError` when the file is missing or not what was stored.
-
-        The last check comes with the end of the stream: who consumes it must go on until it is exhausted.
-        """
+    @asynccontextmanager
+    async def open(self, id: str, stored_bytes: int, digest: str) -> AsyncIterator[Archive]:
+        """Open a snapshot to read it once. :class:`MissingFileError`. Deleting it meanwhile does not disturb."""
         reader = await self._run(lambda: _Reader(self._path(id)))
         try:
-            while block := await self._run(reader.read):
-                yield block
-            if await self._run(reader.finish) != (stored_bytes, digest):
-                raise BackendError(f"snapshot {id} is damaged on disk: its checksum differs; it cannot be used")
+            yield Archive(id, reader, self._run, (stored_bytes, digest))
         finally:
             await uninterrupted(self._run(reader.close))
 
@@ -175,6 +176,26 @@ class SnapshotStore:
             ):
                 log.warning("removing %s: it was never acknowledged", path.name)
                 path.unlink()
+
+
+class Archive:
+    """One snapshot being read. What was built from :meth:`blocks` counts once :meth:`verify` has returned."""
+
+    def __init__(self, id: str, reader: _Reader, run: _Run, expected: tuple[int, str]) -> None:
+        self._id = id
+        self._reader = reader
+        self._run = run
+        self._expected = expected
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the archive. Raises :class:`BackendError` where it cannot be decompressed."""
+        while block := await self._run(self._reader.read):
+            yield block
+
+    async def verify(self) -> None:
+        """Read what is left of the file; raise :class:`BackendError` unless all of it is what was stored."""
+        if await self._run(self._reader.finish) != self._expected:
+            raise BackendError(f"snapshot {self._id} is damaged on disk: its checksum differs; it cannot be used")
 
 
 class _Writer:

@@ -126,6 +126,7 @@ class StateStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
 
     async def open(self) -> None:
@@ -133,7 +134,10 @@ class StateStore:
         await self._call(self._open)
 
     async def close(self) -> None:
-        """Close the connection; later calls fail."""
+        """Close the connection; later calls fail. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             await self._call(self._close)
         finally:
