@@ -29,6 +29,9 @@ from agent_sandbox.types import FileType, IsolationClass, LimitName, NetworkPoli
 MAX_NAME_LENGTH = 128
 """Characters of a snapshot's name: a label for people, shown in tables."""
 
+MAX_INTEGER = 2**53 - 1
+"""Largest integer that every JSON implementation reads exactly (RFC 8259, section 6)."""
+
 _Schema = dict[str, Any]
 _Handler = Callable[[Any], _Schema]
 
@@ -54,8 +57,8 @@ class Number:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: _Handler) -> _Schema:
         bounds = {name: value for name, value in (("ge", self.ge), ("gt", self.gt)) if value is not None}
-        finite = {"allow_inf_nan": False} if source is float else {}
-        return {**handler(source), **bounds, **finite, "strict": True}
+        sane = {"allow_inf_nan": False} if source is float else {"le": MAX_INTEGER}
+        return {**handler(source), **bounds, **sane, "strict": True}
 
 
 @dataclass(frozen=True)
