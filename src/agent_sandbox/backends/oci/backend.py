@@ -167,6 +167,8 @@ class OciBackend(GuestBackend):
                 raise ConflictError(f"environment {id} was destroyed while it was created") from None
             task.cancel()
             await _ended(task)
+            if not task.cancelled() and task.exception() is None:
+                await _settled(asyncio.ensure_future(self._undo(id)))
             raise
         finally:
             self._creating.pop(id, None)
