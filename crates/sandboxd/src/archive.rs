@@ -1,11 +1,96 @@
-//! stub
-use crate::conn::Stream;
+//! The asynchronous sides of export and import: bytes between the stream and a thread.
+//!
+//! An archive may take long and its peer may be slow, so it has a thread of its own for all its time; a third
+//! request waits for one of the two to be free. The channels in between hold a few pieces.
+
+use crate::conn::{Gone, Input, Stream};
 use crate::daemon::Daemon;
-use crate::errors::*;
+use crate::errors::{Code, Failure};
+use crate::fsops::Answer;
+use crate::pack::MapWriter;
+use crate::tarread::{Next, Reader};
+use crate::wire::HEADER;
+use crate::{tarin, tarout, workers};
 use std::rc::Rc;
-pub async fn export(_: &Daemon, _: &Rc<Stream>, _m: u64) -> crate::fsops::Answer {
-    Err(Failure::new(Code::Unsupported, "later"))
+use tokio::sync::mpsc;
+
+const PIECES: usize = 4;
+
+pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
+    let (send, mut receive) = mpsc::channel::<Vec<u8>>(PIECES);
+    let (workspace, id) = (daemon.config.workspace.clone(), stream.id);
+    let result = daemon.archives.run(move || tarout::export(&workspace, max_bytes, id, send));
+    while let Some(frame) = receive.recv().await {
+        let cost = frame.len() - HEADER;
+        if let Err(Gone) = stream.wait_room(cost).await {
+            // The thread notices that nobody receives.
+            return Ok(None);
+        }
+        stream.charge(cost);
+        stream.send_frames(frame);
+    }
+    match result.await {
+        Ok(summary) => Ok(Some(
+            MapWriter::new(4)
+                .uint("entries", summary.entries)
+                .uint("file_bytes", summary.file_bytes)
+                .pairs("skipped", &summary.skipped)
+                .uint("skipped_total", summary.skipped_total)
+                .done(),
+        )),
+        Err(tarout::Stop::Cancelled) => Ok(None),
+        Err(tarout::Stop::Failed(failure)) => Err(failure),
+    }
 }
-pub async fn import(_: &Daemon, _: &Rc<Stream>, _m: u64) -> crate::fsops::Answer {
-    Err(Failure::new(Code::Unsupported, "later"))
+
+pub async fn import(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
+    let (send, mut receive) = mpsc::channel::<Input>(PIECES);
+    let workspace = daemon.config.workspace.clone();
+    let (uid, gid) = (daemon.config.uid, daemon.config.gid);
+    let mut ended = false;
+    let source = move || {
+        if ended {
+            return Next::Eof;
+        }
+        match receive.blocking_recv() {
+            Some(Input::Data(bytes)) => Next::Data(bytes),
+            Some(Input::Eof) => {
+                ended = true;
+                Next::Eof
+            }
+            None => Next::Aborted,
+        }
+    };
+    let result = daemon.archives.run(move || {
+        workers::become_user(uid, gid).map_err(not_the_user)?;
+        let result = tarin::import(&workspace, max_bytes, Reader::new(source));
+        workers::become_root().map_err(not_the_user)?;
+        result
+    });
+    tokio::pin!(result);
+    loop {
+        let input = tokio::select! {
+            biased;
+            // It is over before the archive is: that is an error.
+            result = &mut result => return answer(result),
+            input = stream.input() => input,
+        };
+        let Ok(input) = input else {
+            return Ok(None);
+        };
+        let last = matches!(input, Input::Eof);
+        if send.send(input).await.is_err() || last {
+            break;
+        }
+    }
+    answer(result.await)
+}
+
+fn not_the_user(error: std::io::Error) -> Failure {
+    Failure::new(Code::Internal, format!("cannot change the user of a thread: {error}"))
+}
+
+fn answer(result: Result<tarin::Summary, Failure>) -> Answer {
+    let summary = result?;
+    Ok(Some(MapWriter::new(2).uint("entries", summary.entries).uint("file_bytes", summary.file_bytes).done()))
 }

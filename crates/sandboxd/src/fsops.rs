@@ -58,8 +58,7 @@ fn entry(name: &[u8], path: &[u8], stat: &Stat) -> Vec<u8> {
         FileType::Symlink => "symlink",
         _ => "other",
     };
-    let mtime =
-        (stat.st_mtime as i64).saturating_mul(1_000_000_000).saturating_add(stat.st_mtime_nsec as i64);
+    let mtime = stat.st_mtime.saturating_mul(1_000_000_000).saturating_add(stat.st_mtime_nsec as i64);
     MapWriter::new(6)
         .bin("name", name)
         .bin("path", path)

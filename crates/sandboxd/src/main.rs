@@ -18,6 +18,10 @@ mod pack;
 mod resolve;
 mod seccomp;
 mod supervisor;
+mod tarfmt;
+mod tarin;
+mod tarout;
+mod tarread;
 mod wire;
 mod workers;
 

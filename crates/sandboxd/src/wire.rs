@@ -19,72 +19,30 @@
 //! When changing this, change `spec/wire.md`, the vectors and the Python twin with it: a new message is a new
 //! generation.
 
-use crate::pack::{Map, MapWriter, Value};
-use hmac::{Hmac, Mac};
-use sha2::Sha256;
+#[cfg(test)]
+#[path = "wire/client.rs"]
+mod client;
+#[path = "wire/frame.rs"]
+mod frame;
+#[path = "wire/hello.rs"]
+mod hello;
+#[path = "wire/streams.rs"]
+mod streams;
+#[cfg(test)]
+#[path = "wire/tests.rs"]
+mod tests;
+
+use crate::pack::{Map, MapWriter};
 use std::collections::HashMap;
 use std::ops::Range;
+use streams::{Stream, WINDOW};
+
+pub use frame::{HEADER, Kind, MAX_PAYLOAD, header};
 
 pub const GENERATION: u32 = 1;
-pub const HEADER: usize = 9;
-pub const MAX_PAYLOAD: usize = 65_536;
-/// What one side may send on a fresh stream before it is given more.
-pub const WINDOW: u32 = 262_144;
 /// No payload of a peer that has not proved its key is longer.
 const MAX_EARLY_PAYLOAD: usize = 1_024;
-const MAX_STREAMS: usize = 1_024;
-const MAX_ARGS: u64 = 4_194_304;
-/// Arguments of all streams that are still arriving. Beyond it a stream is answered `exhausted`.
-const MAX_ARGS_TOTAL: usize = 16 << 20;
-const MAX_CREDIT: u32 = 0x7fff_ffff;
 const READ_BUFFER: usize = 256 << 10;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Kind {
-    Hello = 1,
-    Open = 2,
-    Data = 3,
-    Eof = 4,
-    Credit = 5,
-    End = 6,
-    Reset = 7,
-    Ping = 8,
-    Pong = 9,
-    Goaway = 10,
-}
-
-impl Kind {
-    fn from_byte(byte: u8) -> Option<Kind> {
-        use Kind::{Credit, Data, End, Eof, Goaway, Hello, Open, Ping, Pong, Reset};
-        [Hello, Open, Data, Eof, Credit, End, Reset, Ping, Pong, Goaway]
-            .into_iter()
-            .find(|kind| *kind as u8 == byte)
-    }
-
-    fn on_stream_zero(self) -> bool {
-        matches!(self, Kind::Hello | Kind::Ping | Kind::Pong | Kind::Goaway)
-    }
-
-    fn allows_length(self, length: usize) -> bool {
-        match self {
-            Kind::Data => length >= 2,
-            Kind::Eof => length == 1,
-            Kind::Credit => length == 4,
-            Kind::Ping | Kind::Pong => length == 8,
-            _ => length >= 1,
-        }
-    }
-}
-
-/// The nine bytes before a payload of `length` bytes.
-pub fn header(kind: Kind, stream: u32, length: usize) -> [u8; HEADER] {
-    let mut head = [0; HEADER];
-    head[..4].copy_from_slice(&(length as u32).to_be_bytes());
-    head[4] = kind as u8;
-    head[5..].copy_from_slice(&stream.to_be_bytes());
-    head
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
@@ -147,24 +105,6 @@ pub struct ProtocolError {
 
 fn wrong<T>(message: impl Into<String>) -> Result<T, ProtocolError> {
     Err(ProtocolError { code: "protocol", message: message.into() })
-}
-
-struct Stream {
-    /// This side opened it.
-    own: bool,
-    may_send: u32,
-    may_receive: u32,
-    /// Taken by the consumer and not yet given back as credit.
-    taken: u32,
-    /// One bit for each channel on which the other side has said EOF.
-    ended: u8,
-    args: Args,
-}
-
-enum Args {
-    Inline,
-    Arriving { op: String, length: usize, bytes: Vec<u8> },
-    Arrived,
 }
 
 /// An event that still names its bytes by their place in the buffer, so that the machine can go on changing.
@@ -378,242 +318,6 @@ impl Connection {
         start..start + part.len()
     }
 
-    fn proof(&self, role: &str) -> Hmac<Sha256> {
-        let (client, daemon) = match self.role {
-            Role::Client => (&self.nonce, &self.peer_nonce),
-            Role::Daemon => (&self.peer_nonce, &self.nonce),
-        };
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.key).expect("HMAC takes keys of every length");
-        mac.update(role.as_bytes());
-        mac.update(&self.generation.to_be_bytes());
-        mac.update(client);
-        mac.update(daemon);
-        mac
-    }
-
-    fn on_hello(&mut self, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        let map = self.map(&payload, Kind::Hello)?;
-        let proof = map.bin("proof").map(<[u8]>::to_vec);
-        if self.phase == Phase::Proof {
-            let Some(proof) = proof.filter(|proof| proof.len() == 32) else {
-                return wrong("HELLO without a proof of 32 bytes");
-            };
-            return self.verified("client", &proof);
-        }
-        let (Some(generation), Some(nonce)) = (map.uint("generation"), map.bin("nonce")) else {
-            return wrong("HELLO without generation and nonce");
-        };
-        let Ok(nonce) = <[u8; 32]>::try_from(nonce) else {
-            return wrong("HELLO with a nonce that is not 32 bytes");
-        };
-        let Ok(generation) = u32::try_from(generation) else {
-            return wrong("HELLO with a generation above 32 bits");
-        };
-        self.peer_nonce = nonce;
-        // Both sides speak their newest generation and the one before.
-        let chosen = generation.min(GENERATION);
-        let oldest = generation.max(GENERATION).saturating_sub(1).max(1);
-        match self.role {
-            Role::Daemon if chosen < oldest => Err(ProtocolError {
-                code: "generation",
-                message: format!("this daemon speaks generation {GENERATION}"),
-            }),
-            Role::Daemon => {
-                self.generation = chosen;
-                let proof = self.proof("daemon").finalize().into_bytes();
-                let hello = MapWriter::new(3)
-                    .uint("generation", u64::from(chosen))
-                    .bin("nonce", &self.nonce)
-                    .bin("proof", &proof)
-                    .done();
-                self.send(Kind::Hello, 0, &hello);
-                self.phase = Phase::Proof;
-                Ok(Step::Nothing)
-            }
-            Role::Client => {
-                let Some(proof) = proof.filter(|proof| proof.len() == 32) else {
-                    return wrong("HELLO without a proof of 32 bytes");
-                };
-                if generation > GENERATION || chosen < oldest {
-                    return Err(ProtocolError {
-                        code: "unauthorized",
-                        message: format!("the daemon chose generation {generation}"),
-                    });
-                }
-                self.generation = generation;
-                self.verified("daemon", &proof)
-            }
-        }
-    }
-
-    fn verified(&mut self, role: &str, proof: &[u8]) -> Result<Step, ProtocolError> {
-        // `verify_slice` takes the same time for every wrong proof.
-        if self.proof(role).verify_slice(proof).is_err() {
-            return Err(ProtocolError {
-                code: "unauthorized",
-                message: format!("the {role}'s proof is wrong"),
-            });
-        }
-        if self.role == Role::Client {
-            let proof = self.proof("client").finalize().into_bytes();
-            self.send(Kind::Hello, 0, &MapWriter::new(1).bin("proof", &proof).done());
-        }
-        self.phase = Phase::Open;
-        Ok(Step::Ready)
-    }
-
-    fn is_peers(&self, stream: u32) -> bool {
-        (stream % 2 == 1) == (self.role == Role::Daemon)
-    }
-
-    fn on_open(&mut self, stream: u32, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        if !self.is_peers(stream) || stream <= self.last_peer_stream {
-            return wrong(format!("OPEN of stream {stream} after {}", self.last_peer_stream));
-        }
-        let map = self.map(&payload, Kind::Open)?;
-        let Some(op) = map.str("op") else {
-            return wrong("OPEN without an op");
-        };
-        let op_place = self.place(op.as_bytes());
-        let (step, args) = match (map.get("args"), map.get("args_len")) {
-            (Some(Value::Map(args)), None) if Map::parse(args).is_ok() => {
-                (Step::Open { stream, op: op_place, args: self.place(args) }, Args::Inline)
-            }
-            (None, Some(Value::Uint(length))) if (1..=MAX_ARGS).contains(&length) => {
-                let (op, length) = (op.to_string(), length as usize);
-                (Step::Nothing, Args::Arriving { op, length, bytes: Vec::new() })
-            }
-            _ => return wrong("OPEN without args that are a map, or args_len from 1 to 4194304"),
-        };
-        self.last_peer_stream = stream;
-        if self.role == Role::Client {
-            self.reset(stream, "no operation is opened by the daemon");
-            return Ok(Step::Nothing);
-        }
-        if self.streams.len() >= MAX_STREAMS {
-            return wrong(format!("more than {MAX_STREAMS} streams"));
-        }
-        if let Args::Arriving { length, .. } = args {
-            if self.args_arriving + length > MAX_ARGS_TOTAL {
-                let text = "too many long argument lists are arriving at once";
-                self.send(Kind::End, stream, &error_map("exhausted", text));
-                return Ok(Step::Nothing);
-            }
-            self.args_arriving += length;
-        }
-        self.streams.insert(stream, Stream::new(false, args));
-        Ok(step)
-    }
-
-    /// The state of an open stream; `None` when the frame is for one that is over and is to be discarded.
-    fn stream(&mut self, id: u32, kind: Kind) -> Result<Option<&mut Stream>, ProtocolError> {
-        let known = if self.is_peers(id) { self.last_peer_stream } else { self.last_own_stream };
-        if id > known {
-            return wrong(format!("{kind:?} for stream {id}, which was never opened"));
-        }
-        Ok(self.streams.get_mut(&id))
-    }
-
-    fn on_data(&mut self, id: u32, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        let channel = self.buffer[payload.start];
-        let cost = payload.len() as u32;
-        let bytes = payload.start + 1..payload.end;
-        let Some(stream) = self.stream(id, Kind::Data)? else {
-            return Ok(Step::Nothing);
-        };
-        if !stream.takes(channel) {
-            return wrong(format!("DATA on channel {channel} of stream {id}"));
-        }
-        if stream.may_receive < cost {
-            return wrong(format!("DATA beyond the credit of stream {id}"));
-        }
-        stream.may_receive -= cost;
-        if channel != 3 {
-            return Ok(Step::Data { stream: id, channel, bytes });
-        }
-        let Some(stream) = self.streams.get_mut(&id) else {
-            return Ok(Step::Nothing);
-        };
-        let Args::Arriving { length, bytes: have, .. } = &mut stream.args else {
-            return wrong(format!("arguments on stream {id}, which has none to come"));
-        };
-        if have.len() + bytes.len() > *length {
-            return wrong(format!("more arguments on stream {id} than announced"));
-        }
-        have.extend_from_slice(&self.buffer[bytes]);
-        if have.len() < *length {
-            self.consumed(id, cost);
-            return Ok(Step::Nothing);
-        }
-        if let Args::Arriving { op, length, bytes } = std::mem::replace(&mut stream.args, Args::Arrived) {
-            if Map::parse(&bytes).is_err() {
-                return wrong(format!("arguments on stream {id} that are not one map"));
-            }
-            self.args_arriving -= length;
-            self.arrived = (op, bytes);
-        }
-        self.consumed(id, cost);
-        Ok(Step::Arrived { stream: id })
-    }
-
-    fn on_eof(&mut self, id: u32, at: usize) -> Result<Step, ProtocolError> {
-        let channel = self.buffer[at];
-        let Some(stream) = self.stream(id, Kind::Eof)? else {
-            return Ok(Step::Nothing);
-        };
-        let after_args = channel == 3 && matches!(stream.args, Args::Arrived) && stream.ended & 8 == 0;
-        if !after_args && (channel == 3 || !stream.takes(channel)) {
-            return wrong(format!("EOF on channel {channel} of stream {id}"));
-        }
-        stream.ended |= 1 << channel;
-        Ok(if channel == 3 { Step::Nothing } else { Step::Eof { stream: id, channel } })
-    }
-
-    fn on_credit(&mut self, id: u32, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        let more = self.buffer[payload].iter().fold(0u32, |n, &b| n << 8 | u32::from(b));
-        if more == 0 {
-            return wrong(format!("CREDIT of 0 on stream {id}"));
-        }
-        let Some(stream) = self.stream(id, Kind::Credit)? else {
-            return Ok(Step::Nothing);
-        };
-        match stream.may_send.checked_add(more) {
-            Some(sum) if sum <= MAX_CREDIT => stream.may_send = sum,
-            _ => return wrong(format!("CREDIT above {MAX_CREDIT} on stream {id}")),
-        }
-        Ok(Step::Credit { stream: id })
-    }
-
-    fn on_end(&mut self, id: u32, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        self.map(&payload, Kind::End)?;
-        match self.stream(id, Kind::End)? {
-            None => Ok(Step::Nothing),
-            Some(stream) if !stream.own => wrong(format!("END of stream {id} from the side that opened it")),
-            Some(_) => {
-                self.forget(id);
-                Ok(Step::End { stream: id, map: payload })
-            }
-        }
-    }
-
-    fn on_reset(&mut self, id: u32, payload: Range<usize>) -> Result<Step, ProtocolError> {
-        let Some(reason) = self.map(&payload, Kind::Reset)?.str("reason") else {
-            return wrong("RESET without a reason");
-        };
-        let reason = self.place(reason.as_bytes());
-        if self.stream(id, Kind::Reset)?.is_none() {
-            return Ok(Step::Nothing);
-        }
-        self.forget(id);
-        Ok(Step::Reset { stream: id, reason })
-    }
-
-    fn forget(&mut self, id: u32) {
-        if let Some(Stream { args: Args::Arriving { length, .. }, .. }) = self.streams.remove(&id) {
-            self.args_arriving -= length;
-        }
-    }
-
     fn send(&mut self, kind: Kind, stream: u32, payload: &[u8]) {
         self.out.extend_from_slice(&header(kind, stream, payload.len()));
         self.out.extend_from_slice(payload);
@@ -672,24 +376,6 @@ impl Connection {
             self.send(Kind::Goaway, 0, &map);
             self.phase = Phase::Closed;
         }
-    }
-}
-
-impl Stream {
-    fn new(own: bool, args: Args) -> Stream {
-        Stream { own, may_send: WINDOW, may_receive: WINDOW, taken: 0, ended: 0, args }
-    }
-
-    /// Whether DATA on this channel may come in now.
-    fn takes(&self, channel: u8) -> bool {
-        let arriving = matches!(self.args, Args::Arriving { .. });
-        let expected = match channel {
-            0 => !self.own && !arriving,
-            1 | 2 => self.own,
-            3 => !self.own && arriving,
-            _ => false,
-        };
-        expected && self.ended & (1 << channel) == 0
     }
 }
 

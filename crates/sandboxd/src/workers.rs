@@ -52,10 +52,12 @@ impl Workers {
             let (queue, report, prepare) = (queue.clone(), report.clone(), prepare.clone());
             std::thread::Builder::new().name(name.to_string()).stack_size(STACK).spawn(move || {
                 let prepared = prepare();
-                let failed = prepared.is_err();
+                let ready = prepared.is_ok();
                 let _ = report.send(prepared);
-                while !failed {
-                    queue.next()();
+                if ready {
+                    loop {
+                        queue.next()();
+                    }
                 }
             })?;
         }
@@ -71,14 +73,17 @@ impl Workers {
         self.queue.more.notify_one();
     }
 
-    /// Run a job and wait for its result. The job runs to its end even when nobody waits any more.
-    pub async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+    /// Run a job, from now on, and wait for its result. The job runs to its end even when nobody waits any more.
+    pub fn run<T: Send + 'static, F: FnOnce() -> T + Send + 'static>(
+        &self,
+        job: F,
+    ) -> impl Future<Output = T> + use<T, F> {
         let (send, receive) = oneshot::channel();
         self.post(move || {
             let _ = send.send(job());
         });
         // The threads never end, and a panic ends the process.
-        receive.await.expect("a worker answers every job")
+        async { receive.await.expect("a worker answers every job") }
     }
 }
 

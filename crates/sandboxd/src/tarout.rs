@@ -1,0 +1,620 @@
+//! The workspace as a pax archive.
+//!
+//! The walk runs as root, so that a file of mode 000 is not lost, on a tree that hostile commands change
+//! meanwhile. It therefore goes from directory to directory by descriptor, follows no link, opens nothing that is
+//! not a regular file or a directory, and compares what it opened with what it had seen. It holds no recursion:
+//! a stack of levels has at most [`MAX_OPEN`] descriptors, and a level whose descriptor was closed is opened
+//! again through `..` of its child, or from the root, and only if it is still the same directory.
+//!
+//! Names are sorted, so that equal trees give equal archives. Directories of other file systems are left out.
+//! Bounds: the path of an entry ([`MAX_PATH`]), the names of all levels together ([`MAX_NAMES`]), and the table
+//! of hard links ([`MAX_LINKS`]); beyond the last two the export fails as `exhausted`.
+
+use crate::errors::{Code, Failure};
+use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, MAX_EXTENTS, Records, Time, kind, padding, xattr_key};
+use crate::wire::{HEADER, Kind, MAX_PAYLOAD, header};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Mode, OFlags, RawDir, SeekFrom, Stat, fgetxattr, flistxattr, fstat, openat,
+    readlinkat, seek, statat,
+};
+use rustix::io::Errno;
+use std::collections::HashMap;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use tokio::sync::mpsc::Sender;
+
+/// Directories that are open at once.
+const MAX_OPEN: usize = 64;
+/// The longest name of an entry. What lies deeper is reported.
+const MAX_PATH: usize = 128 << 10;
+const MAX_NAMES: usize = 256 << 20;
+const MAX_LINKS: usize = 64 << 20;
+/// What the report of skipped files may take of its frame.
+const MAX_SKIPPED: usize = 100;
+const MAX_SKIPPED_BYTES: usize = 48 << 10;
+
+const READ: OFlags = OFlags::RDONLY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+pub struct Summary {
+    pub entries: u64,
+    pub file_bytes: u64,
+    pub skipped: Vec<(Vec<u8>, String)>,
+    pub skipped_total: u64,
+}
+
+/// Why the export ended early.
+#[derive(Debug)]
+pub enum Stop {
+    /// Nobody listens any more.
+    Cancelled,
+    Failed(Failure),
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Stop {
+        Stop::Failed(failure)
+    }
+}
+
+impl From<Errno> for Stop {
+    fn from(errno: Errno) -> Stop {
+        Stop::Failed(errno.into())
+    }
+}
+
+/// Write the archive of `workspace` as finished DATA frames of `stream`.
+pub fn export(
+    workspace: &[u8],
+    max_bytes: u64,
+    stream: u32,
+    frames: Sender<Vec<u8>>,
+) -> Result<Summary, Stop> {
+    let root = openat(CWD, workspace, READ | OFlags::DIRECTORY, Mode::empty())?;
+    let stat = fstat(&root)?;
+    let mut walk = Walk {
+        device: stat.st_dev,
+        levels: Vec::new(),
+        path: Vec::new(),
+        names: 0,
+        links: HashMap::new(),
+        link_bytes: 0,
+        max_bytes,
+        out: Out { stream, frames, buffer: Vec::new() },
+        summary: Summary { entries: 0, file_bytes: 0, skipped: Vec::new(), skipped_total: 0 },
+    };
+    walk.enter(root, &stat)?;
+    while !walk.levels.is_empty() {
+        walk.step()?;
+    }
+    walk.out.write(&[0; 2 * BLOCK])?;
+    walk.out.flush()?;
+    Ok(walk.summary)
+}
+
+/// The archive's bytes, gathered into frames.
+struct Out {
+    stream: u32,
+    frames: Sender<Vec<u8>>,
+    buffer: Vec<u8>,
+}
+
+impl Out {
+    const FRAME: usize = HEADER + MAX_PAYLOAD;
+
+    /// The place for the next bytes, at most `most` of them and never none.
+    fn space(&mut self, most: u64) -> Result<&mut [u8], Stop> {
+        if self.buffer.len() >= Out::FRAME {
+            self.flush()?;
+        }
+        if self.buffer.is_empty() {
+            self.buffer.reserve_exact(Out::FRAME);
+            self.buffer.resize(HEADER, 0);
+            self.buffer.push(1);
+        }
+        let start = self.buffer.len();
+        let room = Out::FRAME - start;
+        self.buffer.resize(start + room.min(usize::try_from(most).unwrap_or(room)), 0);
+        Ok(&mut self.buffer[start..])
+    }
+
+    /// Give back what of [`Out::space`] was not used.
+    fn unused(&mut self, count: usize) {
+        self.buffer.truncate(self.buffer.len() - count);
+    }
+
+    fn write(&mut self, mut bytes: &[u8]) -> Result<(), Stop> {
+        while !bytes.is_empty() {
+            let space = self.space(bytes.len() as u64)?;
+            let (now, later) = bytes.split_at(space.len());
+            space.copy_from_slice(now);
+            bytes = later;
+        }
+        Ok(())
+    }
+
+    fn zeros(&mut self, mut count: u64) -> Result<(), Stop> {
+        while count > 0 {
+            count -= self.space(count)?.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), Stop> {
+        if self.buffer.len() > HEADER + 1 {
+            let mut frame = std::mem::take(&mut self.buffer);
+            let head = header(Kind::Data, self.stream, frame.len() - HEADER);
+            frame[..HEADER].copy_from_slice(&head);
+            self.frames.blocking_send(frame).map_err(|_| Stop::Cancelled)?;
+        }
+        Ok(())
+    }
+}
+
+/// The names of one directory, in order.
+struct Names {
+    bytes: Vec<u8>,
+    places: Vec<(u32, u32)>,
+    next: usize,
+}
+
+impl Names {
+    fn read(directory: &OwnedFd, most: usize) -> Result<Names, Stop> {
+        let mut names = Names { bytes: Vec::new(), places: Vec::new(), next: 0 };
+        let mut buffer = vec![MaybeUninit::uninit(); 32 << 10];
+        let mut reader = RawDir::new(directory, &mut buffer);
+        while let Some(item) = reader.next() {
+            let item = match item {
+                Ok(item) => item,
+                Err(Errno::INTR) => continue,
+                // The directory was removed while it was read.
+                Err(Errno::NOENT) => break,
+                Err(errno) => return Err(errno.into()),
+            };
+            let name = item.file_name().to_bytes();
+            if name == b"." || name == b".." {
+                continue;
+            }
+            names.places.push((names.bytes.len() as u32, name.len() as u32));
+            names.bytes.extend_from_slice(name);
+            if names.size() > most {
+                return Err(
+                    Failure::new(Code::Exhausted, "too many names in the directories on one path").into()
+                );
+            }
+        }
+        let bytes = &names.bytes;
+        names.places.sort_unstable_by(|a, b| place(bytes, *a).cmp(place(bytes, *b)));
+        Ok(names)
+    }
+
+    fn size(&self) -> usize {
+        self.bytes.len() + 8 * self.places.len()
+    }
+
+    fn next(&mut self) -> Option<&[u8]> {
+        let name = place(&self.bytes, *self.places.get(self.next)?);
+        self.next += 1;
+        Some(name)
+    }
+}
+
+fn place(bytes: &[u8], (start, length): (u32, u32)) -> &[u8] {
+    &bytes[start as usize..][..length as usize]
+}
+
+type Identity = (u64, u64);
+
+fn identity(stat: &Stat) -> Identity {
+    (stat.st_dev, stat.st_ino)
+}
+
+fn time(stat: &Stat) -> Time {
+    Time { seconds: stat.st_mtime, nanoseconds: stat.st_mtime_nsec as u32 }
+}
+
+struct Level {
+    fd: Option<OwnedFd>,
+    identity: Identity,
+    names: Names,
+    /// The length of the path up to and with this directory's slash.
+    path: usize,
+}
+
+/// The first name of a file that has several, and how many of them are still to come.
+struct Link {
+    name: Box<[u8]>,
+    left: u64,
+}
+
+struct Walk {
+    device: u64,
+    levels: Vec<Level>,
+    path: Vec<u8>,
+    names: usize,
+    links: HashMap<Identity, Link>,
+    link_bytes: usize,
+    max_bytes: u64,
+    out: Out,
+    summary: Summary,
+}
+
+impl Walk {
+    fn skip(&mut self, reason: impl Into<String>) {
+        self.summary.skipped_total += 1;
+        let used: usize =
+            self.summary.skipped.iter().map(|(path, reason)| path.len() + reason.len() + 12).sum();
+        let reason = reason.into();
+        if self.summary.skipped.len() < MAX_SKIPPED
+            && used + self.path.len() + reason.len() + 12 <= MAX_SKIPPED_BYTES
+        {
+            self.summary.skipped.push((self.path.clone(), reason));
+        }
+    }
+
+    /// One name of the deepest level, or its end.
+    fn step(&mut self) -> Result<(), Stop> {
+        let Some(level) = self.levels.last_mut() else {
+            return Ok(());
+        };
+        self.path.truncate(level.path);
+        let Some(name) = level.names.next() else {
+            return self.leave();
+        };
+        let start = self.path.len();
+        self.path.extend_from_slice(name);
+        if self.path.len() > MAX_PATH {
+            self.path.truncate(start);
+            self.skip(format!("names below it are longer than {MAX_PATH} bytes"));
+            return Ok(());
+        }
+        let name = self.path[start..].to_vec();
+        let Some(directory) = &level.fd else {
+            self.skip("its directory was moved while it was read");
+            return Ok(());
+        };
+        match statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => self.entry(&name, &stat),
+            Err(errno) => self.unreadable(errno),
+        }
+    }
+
+    /// A file that went or cannot be read is no reason to fail.
+    fn unreadable(&mut self, errno: Errno) -> Result<(), Stop> {
+        match errno {
+            Errno::MFILE | Errno::NFILE | Errno::NOMEM => return Err(errno.into()),
+            Errno::NOENT => self.skip("it vanished while the workspace was read"),
+            _ => self.skip(crate::errors::words(errno.raw_os_error())),
+        }
+        Ok(())
+    }
+
+    fn here(&self) -> Option<BorrowedFd<'_>> {
+        self.levels.last().and_then(|level| level.fd.as_ref()).map(AsFd::as_fd)
+    }
+
+    fn entry(&mut self, name: &[u8], stat: &Stat) -> Result<(), Stop> {
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => self.directory(name, stat),
+            FileType::RegularFile => self.file(name, stat),
+            FileType::Symlink => {
+                let Some(Ok(target)) = self.here().map(|here| readlinkat(here, name, Vec::new())) else {
+                    self.skip("it changed while it was read");
+                    return Ok(());
+                };
+                self.small(kind::SYMLINK, target.as_bytes(), stat)
+            }
+            FileType::Fifo => self.small(kind::FIFO, b"", stat),
+            FileType::Socket => {
+                self.skip("a socket");
+                Ok(())
+            }
+            _ => {
+                self.skip("a device");
+                Ok(())
+            }
+        }
+    }
+
+    /// Open what was seen a moment ago, if it is still that.
+    fn open(&self, name: &[u8], seen: &Stat, flags: OFlags) -> Result<(OwnedFd, Stat), Errno> {
+        let here = self.here().ok_or(Errno::NOENT)?;
+        let file = match openat(here, name, READ | OFlags::NOATIME | flags, Mode::empty()) {
+            Err(Errno::PERM) => openat(here, name, READ | flags, Mode::empty())?,
+            result => result?,
+        };
+        let stat = fstat(&file)?;
+        if identity(&stat) != identity(seen) || stat.st_mode & 0o170_000 != seen.st_mode & 0o170_000 {
+            return Err(Errno::NOENT);
+        }
+        Ok((file, stat))
+    }
+
+    fn directory(&mut self, name: &[u8], seen: &Stat) -> Result<(), Stop> {
+        if seen.st_dev != self.device {
+            self.skip("on another file system");
+            return Ok(());
+        }
+        let (fd, stat) = match self.open(name, seen, OFlags::DIRECTORY) {
+            Ok(opened) => opened,
+            Err(errno) => return self.unreadable(errno),
+        };
+        self.path.push(b'/');
+        self.enter(fd, &stat)
+    }
+
+    /// Write a directory's own entry and go into it.
+    fn enter(&mut self, fd: OwnedFd, stat: &Stat) -> Result<(), Stop> {
+        let records = self.attributes(&fd);
+        let name = if self.levels.is_empty() { b"./".to_vec() } else { self.path.clone() };
+        self.write(kind::DIRECTORY, &name, b"", 0, stat, records)?;
+        let names = Names::read(&fd, MAX_NAMES.saturating_sub(self.names))?;
+        self.names += names.size();
+        self.levels.push(Level { fd: Some(fd), identity: identity(stat), names, path: self.path.len() });
+        // The root stays open: everything can be found again from there.
+        if let Some(old) = self.levels.len().checked_sub(MAX_OPEN).filter(|&index| index > 0) {
+            self.levels[old].fd = None;
+        }
+        Ok(())
+    }
+
+    /// Go back to the directory above.
+    fn leave(&mut self) -> Result<(), Stop> {
+        let Some(child) = self.levels.pop() else {
+            return Ok(());
+        };
+        self.names -= child.names.size();
+        let top = self.levels.len();
+        if top > 0 && self.levels[top - 1].fd.is_none() {
+            self.levels[top - 1].fd = match self.parent_of(&child, self.levels[top - 1].identity) {
+                Some(fd) => Some(fd),
+                None => self.find_again(top - 1)?,
+            };
+        }
+        Ok(())
+    }
+
+    fn parent_of(&self, child: &Level, expected: Identity) -> Option<OwnedFd> {
+        let fd = openat(child.fd.as_ref()?, "..", READ | OFlags::DIRECTORY, Mode::empty()).ok()?;
+        let stat = fstat(&fd).ok()?;
+        (identity(&stat) == expected).then_some(fd)
+    }
+
+    /// Walk down to a level again; `None` when the way there has changed.
+    fn find_again(&self, index: usize) -> Result<Option<OwnedFd>, Stop> {
+        let mut fd: Option<OwnedFd> = None;
+        for at in 1..=index {
+            let name = &self.path_of(at);
+            let flags = READ | OFlags::DIRECTORY;
+            let opened = match (&fd, &self.levels[0].fd) {
+                (Some(above), _) | (None, Some(above)) => openat(above, &name[..], flags, Mode::empty()),
+                (None, None) => return Ok(None),
+            };
+            let Ok(opened) = opened else { return Ok(None) };
+            if identity(&fstat(&opened)?) != self.levels[at].identity {
+                return Ok(None);
+            }
+            fd = Some(opened);
+        }
+        Ok(fd)
+    }
+
+    fn path_of(&self, index: usize) -> Vec<u8> {
+        self.path[self.levels[index - 1].path..self.levels[index].path - 1].to_vec()
+    }
+
+    fn write(
+        &mut self,
+        kind: u8,
+        name: &[u8],
+        link: &[u8],
+        size: u64,
+        stat: &Stat,
+        records: Records,
+    ) -> Result<(), Stop> {
+        let mut blocks = Vec::with_capacity(BLOCK);
+        let mode = stat.st_mode & 0o7777;
+        Header { kind, name, link, mode, size, mtime: time(stat) }.write(&mut blocks, records);
+        self.out.write(&blocks)?;
+        self.summary.entries += 1;
+        Ok(())
+    }
+
+    /// A link to a name that is in the archive already; `false` when this is the file's first name.
+    fn linked(&mut self, stat: &Stat) -> Result<bool, Stop> {
+        let Some(link) = self.links.get_mut(&identity(stat)) else {
+            return Ok(false);
+        };
+        let name = link.name.clone();
+        link.left -= 1;
+        if link.left == 0 {
+            self.links.remove(&identity(stat));
+            self.link_bytes -= name.len() + size_of::<Link>();
+        }
+        let path = self.path.clone();
+        self.write(kind::HARD_LINK, &path, &name, 0, stat, Records::default())?;
+        Ok(true)
+    }
+
+    fn remember(&mut self, stat: &Stat) -> Result<(), Stop> {
+        if stat.st_nlink > 1 {
+            self.link_bytes += self.path.len() + size_of::<Link>();
+            if self.link_bytes > MAX_LINKS {
+                return Err(Failure::new(Code::Exhausted, "too many files with several names").into());
+            }
+            #[allow(clippy::unnecessary_cast, reason = "the field is narrower on other architectures")]
+            let link = Link { name: self.path.as_slice().into(), left: stat.st_nlink as u64 - 1 };
+            self.links.insert(identity(stat), link);
+        }
+        Ok(())
+    }
+
+    /// An entry without data.
+    fn small(&mut self, kind: u8, link: &[u8], stat: &Stat) -> Result<(), Stop> {
+        if self.linked(stat)? {
+            return Ok(());
+        }
+        let path = self.path.clone();
+        self.write(kind, &path, link, 0, stat, Records::default())?;
+        self.remember(stat)
+    }
+
+    fn file(&mut self, name: &[u8], seen: &Stat) -> Result<(), Stop> {
+        let (file, stat) = match self.open(name, seen, OFlags::NOCTTY) {
+            Ok(opened) => opened,
+            // No device behind the name any more: it is not the file that was seen.
+            Err(Errno::NXIO) => return self.unreadable(Errno::NOENT),
+            Err(errno) => return self.unreadable(errno),
+        };
+        if self.linked(&stat)? {
+            return Ok(());
+        }
+        let mut records = self.attributes(&file);
+        let size = stat.st_size as u64;
+        let extents =
+            if (stat.st_blocks as u64).saturating_mul(512) < size { extents(&file, size) } else { None };
+        let data = extents.as_ref().map_or(size, |extents| extents.iter().map(|(_, length)| length).sum());
+        if data > self.max_bytes.saturating_sub(self.summary.file_bytes) {
+            let limit = self.max_bytes;
+            return Err(
+                Failure::new(Code::TooLarge, format!("the files hold more than {limit} bytes")).into()
+            );
+        }
+        self.summary.file_bytes += data;
+        let path = self.path.clone();
+        let mut whole = true;
+        match extents {
+            None => {
+                self.write(kind::FILE, &path, b"", size, &stat, records)?;
+                whole &= self.copy(&file, 0, size)?;
+                self.out.zeros(padding(size))?;
+            }
+            Some(extents) => {
+                let map = sparse_map(&extents, size);
+                if !path.is_ascii() {
+                    records.push(b"hdrcharset", b"BINARY");
+                }
+                records.push(b"GNU.sparse.major", b"1");
+                records.push(b"GNU.sparse.minor", b"0");
+                records.push(b"GNU.sparse.name", &path);
+                records.push(b"GNU.sparse.realsize", size.to_string().as_bytes());
+                let shown: Vec<u8> = [b"GNUSparseFile.0/", name]
+                    .concat()
+                    .iter()
+                    .filter(|byte| byte.is_ascii())
+                    .take(100)
+                    .copied()
+                    .collect();
+                self.write(kind::FILE, &shown, b"", map.len() as u64 + data, &stat, records)?;
+                self.out.write(&map)?;
+                for (offset, length) in extents {
+                    whole &= self.copy(&file, offset, length)?;
+                }
+                self.out.zeros(padding(data))?;
+            }
+        }
+        if !whole || fstat(&file).is_ok_and(|now| now.st_size != stat.st_size) {
+            self.skip("it changed its size while it was read");
+        }
+        self.remember(&stat)
+    }
+
+    /// Copy a stretch of a file; what has gone meanwhile is filled with zeros and answered by `false`.
+    fn copy(&mut self, file: &OwnedFd, mut offset: u64, mut left: u64) -> Result<bool, Stop> {
+        while left > 0 {
+            let space = self.out.space(left)?;
+            let room = space.len();
+            let count = match rustix::io::pread(file, &mut *space, offset) {
+                Err(Errno::INTR) => {
+                    self.out.unused(room);
+                    continue;
+                }
+                Ok(0) | Err(_) => {
+                    self.out.unused(room);
+                    self.out.zeros(left)?;
+                    return Ok(false);
+                }
+                Ok(count) => count,
+            };
+            self.out.unused(room - count);
+            offset += count as u64;
+            left -= count as u64;
+        }
+        Ok(true)
+    }
+
+    /// The `user.*` attributes of an open file or directory.
+    fn attributes(&mut self, file: &OwnedFd) -> Records {
+        let mut records = Records::default();
+        let mut list = [0u8; 4_096];
+        let size = match flistxattr(file, &mut list) {
+            Ok(0) => return records,
+            Ok(size) => size,
+            Err(Errno::RANGE) => 0,
+            // Not every file system has attributes.
+            Err(_) => return records,
+        };
+        let mut longer = Vec::new();
+        let list = if size > 0 {
+            &list[..size]
+        } else {
+            longer.resize(64 << 10, 0);
+            let size = flistxattr(file, &mut longer[..]).unwrap_or(0);
+            &longer[..size]
+        };
+        let mut value = Vec::new();
+        for name in list.split(|&byte| byte == 0).filter(|name| name.starts_with(b"user.")) {
+            // The kernel's own limit of a value.
+            value.resize(64 << 10, 0);
+            let Ok(length) = fgetxattr(file, name, &mut value[..]) else {
+                continue;
+            };
+            if records.len() + name.len() + length > MAX_EXTENDED as usize / 2 {
+                self.skip("its attributes are larger than half a MiB");
+                return Records::default();
+            }
+            records.push(&xattr_key(name), &value[..length]);
+        }
+        records
+    }
+}
+
+/// Where a file has data. `None` when it is whole or its file system does not say. Beyond [`MAX_EXTENTS`] the rest
+/// counts as data, holes and all.
+fn extents(file: &OwnedFd, size: u64) -> Option<Vec<(u64, u64)>> {
+    let mut extents = Vec::new();
+    let mut at = 0;
+    while at < size {
+        let data = match seek(file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(size),
+            // No data until the end.
+            Err(Errno::NXIO) => break,
+            Err(_) => return None,
+        };
+        let hole = if extents.len() + 1 < MAX_EXTENTS {
+            seek(file, SeekFrom::Hole(data)).ok()?.min(size)
+        } else {
+            size
+        };
+        if hole <= data {
+            break;
+        }
+        extents.push((data, hole - data));
+        at = hole;
+    }
+    (extents != [(0, size)]).then_some(extents)
+}
+
+/// The map of GNU's sparse format 1.0, filled up to whole blocks.
+fn sparse_map(extents: &[(u64, u64)], size: u64) -> Vec<u8> {
+    let ends_in_hole = extents.last().is_none_or(|(offset, length)| offset + length < size);
+    let mut map = format!("{}\n", extents.len() + usize::from(ends_in_hole)).into_bytes();
+    for (offset, length) in extents {
+        map.extend_from_slice(format!("{offset}\n{length}\n").as_bytes());
+    }
+    if ends_in_hole {
+        // GNU tar sets the size of the file by an empty piece at its end.
+        map.extend_from_slice(format!("{size}\n0\n").as_bytes());
+    }
+    map.resize(map.len() + padding(map.len() as u64) as usize, 0);
+    map
+}
