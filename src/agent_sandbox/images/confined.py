@@ -20,8 +20,8 @@ from pathlib import Path
 
 from agent_sandbox.errors import InvalidRequestError, LimitExceededError
 
-MAX_ENTRIES = 4_000_000
-"""Twenty times a full desktop installation: a bound on what a hostile archive may make of inodes."""
+MAX_ENTRIES = 2_000_000
+"""Ten times a full desktop installation: a bound on what a hostile archive may make of inodes."""
 MAX_BYTES = 64 << 30
 """Of file contents: above the largest machine-learning images in use."""
 _PATH_BYTES, _PATH_PARTS = 4095, 256
@@ -29,6 +29,8 @@ _PATH_BYTES, _PATH_PARTS = 4095, 256
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
 _O_DIRECTORY_PATH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_CONTRADICTIONS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.EEXIST}
+"""What the kernel says when a path of the source leads through a link to nowhere, through a file, and so on."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -93,13 +95,17 @@ class Tree:
             os.close(parent)
         return self.open(path, _O_DIRECTORY_PATH)
 
+    def mode(self, path: bytes) -> int | None:
+        """The type and mode of what is at ``path``, its last component not followed; None when nothing is."""
+        parent, name = self.parent(path)
+        return _mode(name, parent)
+
     def make_way(self, path: bytes, *, for_directory: bool) -> bool:
         """Remove what is at ``path``; True when it is a directory that may stay since one is wanted."""
-        parent, name = self.parent(path)
-        try:
-            mode = os.lstat(name, dir_fd=parent).st_mode
-        except FileNotFoundError:
+        mode = self.mode(path)
+        if mode is None:
             return False
+        parent, name = self.parent(path)
         if stat.S_ISDIR(mode):
             if for_directory:
                 return True
@@ -132,9 +138,10 @@ class TreeWriter:
     def directory(self, path: bytes, meta: Meta) -> None:
         """Make a directory; its mode and owner are set at the end, so that it can be filled whatever they are."""
         path = self._admit(path)
-        if path and not self._tree.make_way(path, for_directory=True):
-            parent, name = self._tree.parent(path)
-            os.mkdir(name, 0o755, dir_fd=parent)
+        with _explained(path):
+            if path and not self._tree.make_way(path, for_directory=True):
+                parent, name = self._tree.parent(path)
+                os.mkdir(name, 0o755, dir_fd=parent)
         self._directories.append((path, meta))
 
     def file(self, path: bytes, meta: Meta, content: Iterable[bytes]) -> None:
@@ -195,7 +202,8 @@ class TreeWriter:
     def finish(self) -> None:
         """Set modes and owners of the directories, the deepest first."""
         for path, meta in reversed(self._directories):
-            descriptor = self._tree.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            with _explained(path):
+                descriptor = self._tree.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 self._own(descriptor, meta)
                 os.fchmod(descriptor, meta.mode)
@@ -208,15 +216,9 @@ class TreeWriter:
         path = self._admit(path)
         if not path:
             raise InvalidRequestError("the image's root is not a directory")
-        try:
+        with _explained(path):
             self._tree.make_way(path, for_directory=False)
             yield self._tree.parent(path)
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.EEXIST):
-                raise InvalidRequestError(
-                    f"the image contradicts itself at {_shown(path)}: {error.strerror}"
-                ) from error
-            raise
 
     def _admit(self, path: bytes) -> bytes:
         self._entries += 1
@@ -227,6 +229,16 @@ class TreeWriter:
     def _own(self, descriptor: int, meta: Meta) -> None:
         if self._owns:
             os.fchown(descriptor, meta.uid, meta.gid)
+
+
+@contextlib.contextmanager
+def _explained(path: bytes) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _CONTRADICTIONS:
+            raise InvalidRequestError(f"the image contradicts itself at {_shown(path)}: {error.strerror}") from error
+        raise
 
 
 def _normalize(path: bytes) -> bytes:
@@ -244,7 +256,7 @@ def _shown(path: bytes) -> str:
 def _mode(name: bytes, directory: int) -> int | None:
     try:
         return os.lstat(name, dir_fd=directory).st_mode
-    except OSError:
+    except FileNotFoundError:
         return None
 
 

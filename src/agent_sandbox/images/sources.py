@@ -27,6 +27,8 @@ Progress = Callable[[str, int, int], None]
 _PIECE = 256 * 1024
 _HEADER_BYTES = 1 << 20
 """Of one extended header or long name. Real ones are under 10 KiB; tarfile reads them into memory whole."""
+_REST_BYTES = 64 << 20
+"""Of padding after the end; tar pads to 10 KiB, tapes to some MiB."""
 _ZSTD_WINDOW = 1 << 27
 """128 MiB, what ``zstd --long`` writes and readers accept by default."""
 
@@ -116,12 +118,13 @@ def _read_tar(source: Path, writer: TreeWriter, progress: Progress) -> None:
                 fileobj=stream, mode="r|", tarinfo=_Header, errors="surrogateescape", encoding="utf-8"
             ) as archive,
         ):
-            for member in archive:
+            while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]
                 _write_member(archive, member, writer)
                 if len(names) < 64:
                     names.add(member.name.removeprefix("./").partition("/")[0])
                 progress("read", raw.tell(), total)
+            _check_rest(stream)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, _ZstdError) as error:
         raise InvalidRequestError(f"{source.name} is not a whole tar archive: {error}") from error
     if "oci-layout" in names or ({"manifest.json", "repositories"} & names and not {"usr", "bin", "etc"} & names):
@@ -155,6 +158,15 @@ def _exactly(content: IO[bytes], size: int) -> Iterator[bytes]:
         raise tarfile.ReadError("it ends inside a file")
 
 
+def _check_rest(stream: IO[bytes]) -> None:
+    """Read what follows the archive's end, so that a checksum at the end of a compressed stream is looked at."""
+    rest = 0
+    while piece := stream.read(_PIECE):
+        rest += len(piece)
+        if rest > _REST_BYTES:
+            raise tarfile.ReadError("too much follows its end")
+
+
 class _ZstdError(Exception):
     """A damaged zstd stream, whichever library reads it."""
 
@@ -168,7 +180,7 @@ def _decompressed(raw: IO[bytes]) -> IO[bytes]:
         return cast("IO[bytes]", lzma.LZMAFile(raw))
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
         return _open_zstd(raw)
-    return os.fdopen(os.dup(raw.fileno()), "rb")
+    return raw
 
 
 def _open_zstd(raw: IO[bytes]) -> IO[bytes]:

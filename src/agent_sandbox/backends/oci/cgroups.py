@@ -36,17 +36,13 @@ _ROUNDS = 1000
 class Hierarchies:
     """The mounted hierarchies: ``unified`` is the v2 one or None, ``legacy`` the v1 ones by controller.
 
-    ``controllers`` are those that v2 can give to its groups.
+    ``controllers`` are those that v2 can give to its groups; ``is_v2`` says whether runc uses it for limits.
     """
 
     unified: Path | None
     legacy: Mapping[str, Path] = field(default_factory=dict)
     controllers: frozenset[str] = frozenset()
-
-    @property
-    def is_v2(self) -> bool:
-        """Whether runc uses the unified hierarchy for limits."""
-        return self.unified == ROOT
+    is_v2: bool = False
 
     def directory(self, controller: str) -> Path | None:
         """The root of the hierarchy that has ``controller``, or None."""
@@ -81,7 +77,7 @@ def parse_hierarchies(mountinfo: str, controllers: str) -> Hierarchies:
         for option in (tail[2] if len(tail) > 2 else "").split(","):
             if option not in ("rw", "ro") and not option.startswith("release_agent"):
                 legacy[option.removeprefix("name=")] = point
-    return Hierarchies(unified, legacy, frozenset(controllers.split()))
+    return Hierarchies(unified, legacy, frozenset(controllers.split()), is_v2=unified == ROOT)
 
 
 def find_hierarchies() -> Hierarchies:

@@ -1,0 +1,378 @@
+"""Importing, naming and removing images; what an import adds; what hostile sources do not achieve."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError, SandboxError
+from agent_sandbox.images import ImageStore
+from agent_sandbox.images.digest import summarize
+from agent_sandbox.images.references import Reference, parse_reference
+
+Member = tuple[tarfile.TarInfo, bytes]
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, data: bytes = b"", link: str = "", mode: int = 0o644) -> Member:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode, info.size = kind, link, mode, len(data)
+    info.uid, info.gid, info.mtime = os.getuid(), os.getgid(), 1_700_000_000
+    return info, data
+
+
+def archive(members: Iterable[Member]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for info, data in members:
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+ORDINARY = [
+    member("./", tarfile.DIRTYPE, mode=0o755),
+    member("./bin", tarfile.DIRTYPE, mode=0o755),
+    member("./bin/tool", data=b"\x7fELF tool", mode=0o4755),
+    member("./bin/other", tarfile.LNKTYPE, link="./bin/tool"),
+    member("./etc", tarfile.DIRTYPE, mode=0o755),
+    member("./etc/passwd", data=b"root:x:0:0:root:/root:/bin/sh"),
+    member("./etc/hosts", tarfile.SYMTYPE, link="/nowhere/at/all"),
+    member("./lib", tarfile.SYMTYPE, link="usr/lib"),
+    member("./dev/null", tarfile.CHRTYPE),
+    member("./pipe", tarfile.FIFOTYPE, mode=0o600),
+    member("./empty", data=bytes(300_000)),
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path / "data")
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[..., Path]:
+    def write(content: bytes | list[Member], name: str = "root.tar") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else archive(content))
+        return path
+
+    return write
+
+
+def outside(tmp_path: Path) -> set[str]:
+    """Everything below the test's directory but the store itself."""
+    return {str(path) for path in tmp_path.rglob("*") if tmp_path / "data" not in (path, *path.parents)}
+
+
+def nothing_new(tmp_path: Path) -> bool:
+    """No image and nothing half-made."""
+    images = tmp_path / "data" / "images"
+    return (
+        not list(images.glob("sha256-*")) and not list(images.glob(".new-*")) and not (images / "index.json").exists()
+    )
+
+
+def test_a_tar_becomes_an_image(store: ImageStore, put: Callable[..., Path]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    info = store.import_image("tools:1", put(ORDINARY), lambda *args: seen.append(args))
+    resolved = store.resolve("tools:1")
+    assert (resolved.name, resolved.digest, resolved.pinned) == ("tools:1", info.digest, True)
+    root = store.open("tools:1", info.digest).rootfs
+    assert (root / "bin/tool").read_bytes() == b"\x7fELF tool"
+    assert (root / "bin/tool").stat().st_mode & 0o7777 == 0o4755
+    assert (root / "bin/other").stat().st_ino == (root / "bin/tool").stat().st_ino
+    assert (root / "bin/tool").stat().st_mtime == 1_700_000_000
+    assert str((root / "lib").readlink()) == "usr/lib"
+    assert stat.S_ISFIFO((root / "pipe").lstat().st_mode)
+    assert (root / "empty").read_bytes() == bytes(300_000)
+    assert not (root / "dev/null").exists()
+    assert {phase for phase, _, _ in seen} == {"read", "digest"}
+    assert info.file_bytes == 9 * 2 + 29 + 300_000
+
+
+def test_an_import_adds_what_a_sandbox_needs(store: ImageStore, put: Callable[..., Path]) -> None:
+    digest = store.import_image("tools", put(ORDINARY)).digest
+    root = store.open("tools", digest).rootfs
+    modes = {name: (root / name).stat().st_mode & 0o7777 for name in ("proc", "sys", "dev", "tmp", "run", "workspace")}
+    assert modes == {"proc": 0o555, "sys": 0o555, "dev": 0o755, "tmp": 0o1777, "run": 0o755, "workspace": 0o755}
+    assert (root / "etc/passwd").read_text() == (
+        "root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000:sandbox:/workspace:/bin/sh\n"
+    )
+    assert (root / "etc/group").read_text() == "sandbox:x:1000:\n"
+    assert (root / "etc/hostname").read_text() == "sandbox\n"
+    assert (root / "etc/resolv.conf").read_bytes() == b""
+    assert not (root / "etc/hosts").is_symlink()
+    assert "127.0.0.1\tlocalhost" in (root / "etc/hosts").read_text()
+
+
+def test_a_user_of_the_image_keeps_its_entry(store: ImageStore, put: Callable[..., Path]) -> None:
+    theirs = b"root:x:0:0::/root:/bin/sh\nubuntu:x:1000:1000::/home/ubuntu:/bin/bash\n"
+    members = [member("etc", tarfile.DIRTYPE, mode=0o755), member("etc/passwd", data=theirs)]
+    root = store.open("u", store.import_image("u", put(members)).digest).rootfs
+    assert (root / "etc/passwd").read_bytes() == theirs
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lzma.compress, zstandard.ZstdCompressor().compress])
+def test_the_same_content_has_the_same_digest(
+    store: ImageStore, put: Callable[..., Path], pack: Callable[[bytes], bytes]
+) -> None:
+    plain = store.import_image("plain", put(ORDINARY))
+    packed = store.import_image("packed", put(pack(archive(ORDINARY)), "packed"))
+    reordered = [ORDINARY[0], *(one for one in ORDINARY[:0:-1] if not one[0].islnk()), ORDINARY[3]]
+    assert plain.digest == packed.digest == store.import_image("reordered", put(reordered, "r.tar")).digest
+    names = [(info.name, info.digest) for info in store.list()]
+    assert names == [("host", ""), *((name, plain.digest) for name in ("packed", "plain", "reordered"))]
+
+
+def test_a_directory_and_its_tar_have_the_same_digest(
+    store: ImageStore, put: Callable[..., Path], tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree"
+    (tree / "etc").mkdir(parents=True)
+    (tree / "etc/file").write_bytes(b"content")
+    (tree / "etc/also").hardlink_to(tree / "etc/file")
+    (tree / "link").symlink_to("/etc/shadow")
+    (tree / "linked-directory").symlink_to("/usr")
+    os.mkfifo(tree / "pipe")
+    tar = tmp_path / "tree.tar"
+    with tarfile.open(tar, "w") as written:
+        written.add(tree, ".")
+    one, other = store.import_image("one", tree), store.import_image("other", tar)
+    assert one.digest == other.digest
+    root = store.open("one", one.digest).rootfs
+    assert str((root / "link").readlink()) == "/etc/shadow"
+    assert str((root / "linked-directory").readlink()) == "/usr"
+    assert (root / "etc/also").stat().st_ino == (root / "etc/file").stat().st_ino
+
+
+def test_the_digest_is_what_its_page_says(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "d").mkdir(parents=True)
+    (tree / "d/f").write_bytes(b"abc")
+    (tree / "l").symlink_to("d/f")
+    for path, mode in ((tree, 0o755), (tree / "d", 0o700), (tree / "d/f", 0o640)):
+        path.chmod(mode)
+    own = f"{os.getuid()} {os.getgid()}".encode()
+    content = bytes.fromhex("ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
+    expected = hashlib.sha256(
+        b"agent-sandbox tree 1\n"
+        + (b"d 755 " + own + b" 0 0\n")
+        + (b"l 777 " + own + b" 1 3\nld/f")
+        + (b"d 700 " + own + b" 1 0\nd")
+        + (b"f 640 " + own + b" 3 32\nd/f" + content)
+    ).hexdigest()
+    summary = summarize(tree, lambda done: None)
+    assert (summary.digest, summary.file_bytes, summary.entries) == (f"sha256:{expected}", 3, 4)
+
+
+def test_any_difference_changes_the_digest(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "f").write_bytes(b"a")
+    seen = [summarize(tree, lambda done: None).digest]
+    for change in (
+        lambda: (tree / "f").write_bytes(b"b"),
+        lambda: (tree / "f").chmod(0o600),
+        lambda: (tree / "f").rename(tree / "g"),
+        lambda: (tree / "l").symlink_to("g"),
+        lambda: (tree / "l").rename(tree / "m"),
+        lambda: (tree / "d").mkdir(),
+        lambda: tree.chmod(0o700),
+    ):
+        change()
+        seen.append(summarize(tree, lambda done: None).digest)
+    assert len(set(seen)) == len(seen)
+
+
+HOSTILE: dict[str, list[Member]] = {
+    "dot-dot": [member("../escaped", data=b"x")],
+    "dot-dot inside": [member("a/../../escaped", data=b"x")],
+    "link then through it": [member("a", tarfile.SYMTYPE, link="/"), member("a/../escaped", data=b"x")],
+    "through a link out": [member("a", tarfile.SYMTYPE, link="/tmp"), member("a/escaped", data=b"x")],
+    "directory through a link out": [member("a", tarfile.SYMTYPE, link="/usr"), member("a/b/c", tarfile.DIRTYPE)],
+    "hard link out": [member("a", tarfile.LNKTYPE, link="../../../../etc/passwd")],
+    "hard link to nothing": [member("a", tarfile.LNKTYPE, link="etc/shadow")],
+    "file as a directory": [member("a", data=b"x"), member("a/b", data=b"x")],
+    "file over a full directory": [member("a/b", data=b"x"), member("a", data=b"x")],
+    "etc is a file": [member("etc", data=b"x")],
+    "too deep": [member("/".join("d" * 300), data=b"x")],
+    "long component": [member("n" * 300, data=b"x")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_tar_is_refused_and_leaves_nothing(
+    store: ImageStore, put: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    source = put(HOSTILE[name])
+    before = outside(tmp_path)
+    with pytest.raises(InvalidRequestError):
+        store.import_image("bad", source)
+    assert outside(tmp_path) == before
+    assert nothing_new(tmp_path)
+
+
+def test_links_of_the_image_end_inside_it(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "passwd").write_text("untouched")
+    up = "../" * 30
+    members = [
+        member("inside", tarfile.DIRTYPE, mode=0o755),
+        member("absolute", tarfile.SYMTYPE, link="/inside"),
+        member("absolute/one", data=b"1"),
+        member("upwards", tarfile.SYMTYPE, link=f"{up}inside"),
+        member("upwards/two", data=b"2"),
+        member("replaced", tarfile.SYMTYPE, link=f"{victim}/passwd"),
+        member("replaced", data=b"3"),
+        member("/rooted", data=b"4"),
+        member("tmp", tarfile.SYMTYPE, link=str(victim)),
+        member("proc", tarfile.SYMTYPE, link=str(victim)),
+        member("etc/passwd", tarfile.SYMTYPE, link=f"{victim}/passwd"),
+        member("etc/resolv.conf", tarfile.SYMTYPE, link=f"{victim}/passwd"),
+        member("stolen", tarfile.LNKTYPE, link="rooted"),
+    ]
+    before = outside(tmp_path) | {str(tmp_path / "root.tar")}
+    root = store.open("x", store.import_image("x", put(members)).digest).rootfs
+    assert outside(tmp_path) == before
+    assert (victim / "passwd").read_text() == "untouched"
+    assert (root / "inside/one").read_bytes() == b"1"
+    assert (root / "inside/two").read_bytes() == b"2"
+    assert (root / "replaced").read_bytes() == b"3"
+    assert (root / "rooted").read_bytes() == b"4"
+    assert (root / "tmp").is_dir()
+    assert not (root / "tmp").is_symlink()
+    assert "untouched" not in (root / "etc/passwd").read_text()
+    assert (root / "etc/resolv.conf").read_bytes() == b""
+
+
+def test_an_etc_that_is_a_link_is_refused(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    with pytest.raises(InvalidRequestError, match="/etc"):
+        store.import_image("x", put([member("etc", tarfile.SYMTYPE, link=str(tmp_path / "victim"))]))
+    assert list((tmp_path / "victim").iterdir()) == []
+    assert nothing_new(tmp_path)
+
+
+def huge_header() -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 1 << 33
+    return info.tobuf() + bytes(10240)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not a tar at all" * 100,
+        archive(ORDINARY)[:1024],
+        archive(ORDINARY)[:-20_000],
+        gzip.compress(archive(ORDINARY))[:-20],
+        lzma.compress(archive(ORDINARY))[:-20],
+        zstandard.ZstdCompressor().compress(archive(ORDINARY))[:40] + b"damaged" * 20,
+        huge_header(),
+    ],
+    ids=["empty", "noise", "cut header", "cut file", "cut gzip", "cut xz", "bad zstd", "huge header"],
+)
+def test_a_damaged_tar_is_refused(store: ImageStore, put: Callable[..., Path], tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="not a whole tar"):
+        store.import_image("bad", put(content))
+    assert nothing_new(tmp_path)
+
+
+def test_a_packed_image_is_told_apart(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="docker export"):
+        store.import_image("bad", put([member("oci-layout", data=b"{}"), member("blobs/sha256/00", data=b"x")]))
+    assert nothing_new(tmp_path)
+
+
+def test_sources_that_are_not_there(store: ImageStore, tmp_path: Path) -> None:
+    for source in (tmp_path / "nowhere", Path("/dev/null")):
+        with pytest.raises(InvalidRequestError):
+            store.import_image("bad", source)
+
+
+def test_removing(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
+    digest = store.import_image("a:1", put(ORDINARY)).digest
+    store.import_image("a:2", put(ORDINARY))
+    store.remove("a:1", in_use={digest})
+    with pytest.raises(NotFoundError, match="image import"):
+        store.resolve("a:1")
+    with pytest.raises(ConflictError):
+        store.remove("a:2", in_use={digest})
+    assert store.resolve("a:2").digest == digest
+    assert store.resolve(f"a:2@{digest}").digest == digest
+    store.remove(digest)
+    for gone in ("a:2", digest):
+        with pytest.raises(NotFoundError):
+            store.resolve(gone)
+        with pytest.raises(NotFoundError):
+            store.remove(gone)
+    with pytest.raises(NotFoundError):
+        store.open("a:2", digest)
+    assert [info.name for info in store.list()] == ["host"]
+    assert not list((tmp_path / "data/images").glob("*sha256*"))
+    with pytest.raises(InvalidRequestError):
+        store.remove("host")
+
+
+def test_a_name_moves_to_its_newest_content(store: ImageStore, put: Callable[..., Path]) -> None:
+    old = store.import_image("a", put(ORDINARY)).digest
+    new = store.import_image("a", put([*ORDINARY, member("more", data=b"x")])).digest
+    assert store.resolve("a").digest == new != old
+    assert store.resolve(old).digest == old
+    assert [(info.name, info.digest) for info in store.list()] == [("host", ""), ("a", new), ("", old)]
+
+
+def test_a_damaged_index_is_not_taken_for_an_empty_one(
+    store: ImageStore, put: Callable[..., Path], tmp_path: Path
+) -> None:
+    store.import_image("a", put(ORDINARY))
+    index = tmp_path / "data/images/index.json"
+    index.write_text(index.read_text()[:-10])
+    with pytest.raises(BackendError):
+        store.import_image("b", put(ORDINARY))
+    with pytest.raises(BackendError):
+        store.resolve("a")
+
+
+def test_what_a_crashed_import_left_is_cleared(store: ImageStore, tmp_path: Path) -> None:
+    left = tmp_path / "data/images/.new-0123456789abcdef/rootfs/bin"
+    left.mkdir(parents=True)
+    store.prepare(in_use=set())
+    assert not left.parent.parent.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "A", "-a", "a//b", "a..b", "a b", "a:", "a:b:c", "a@sha256:12", "sha256:xyz", "a" * 129, "ä", "../a", "a\n"],
+)
+def test_names_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_reference(text)
+
+
+def test_names() -> None:
+    digest = "sha256:" + "0a" * 32
+    assert parse_reference("debian:12-slim") == Reference("debian:12-slim", "")
+    assert parse_reference("team/tools.x_y:V1") == Reference("team/tools.x_y:V1", "")
+    assert parse_reference(f"a@{digest}") == Reference("a", digest)
+    assert parse_reference(digest) == Reference("", digest)
+
+
+def test_the_name_host_is_taken(store: ImageStore, put: Callable[..., Path]) -> None:
+    with pytest.raises(InvalidRequestError):
+        store.import_image("host", put(ORDINARY))
+    resolved = store.resolve("host")
+    assert (resolved.digest, resolved.pinned) == ("", False)
+    with pytest.raises(SandboxError):
+        store.resolve("host@sha256:" + "0" * 64)
