@@ -115,17 +115,15 @@ pub async fn list(daemon: &Daemon, stream: &Rc<Stream>, path: Vec<u8>) -> Answer
     let mut count = 0u64;
     loop {
         let at = path.clone();
-        let (back, entries, listed, more) = daemon.files.run(move || list_piece(directory, &at)).await?;
+        let (back, frames, listed, more) = daemon.files.run(move || list_piece(directory, &at)).await?;
         directory = back;
         count += listed;
-        let mut rest = &entries[..];
-        while !rest.is_empty() {
-            let Ok(room) = stream.wait_room(2).await else {
+        for frame in frames {
+            let array = frame.array();
+            if stream.wait_room(array.len() + 1).await.is_err() {
                 return Ok(None);
-            };
-            let (piece, after) = rest.split_at(rest.len().min(room - 1).min(FRAME_DATA));
-            stream.send(1, piece);
-            rest = after;
+            }
+            stream.send(1, &array);
         }
         if !more {
             return Ok(Some(MapWriter::new(1).uint("count", count).done()));
@@ -133,14 +131,32 @@ pub async fn list(daemon: &Daemon, stream: &Rc<Stream>, path: Vec<u8>) -> Answer
     }
 }
 
+/// The entries of one frame.
+#[derive(Default)]
+struct Listing {
+    count: u32,
+    entries: Vec<u8>,
+}
+
+impl Listing {
+    fn array(&self) -> Vec<u8> {
+        let mut array = Vec::with_capacity(5 + self.entries.len());
+        // MessagePack's array 32: one form for every count.
+        array.push(0xdd);
+        array.extend_from_slice(&self.count.to_be_bytes());
+        array.extend_from_slice(&self.entries);
+        array
+    }
+}
+
 /// Read some entries, in the directory's own order.
-fn list_piece(directory: OwnedFd, path: &[u8]) -> Result<(OwnedFd, Vec<u8>, u64, bool), Failure> {
+fn list_piece(directory: OwnedFd, path: &[u8]) -> Result<(OwnedFd, Vec<Listing>, u64, bool), Failure> {
     // One call of the kernel fills the buffer once, so no entry that it handed out is left behind.
     let mut buffer = [MaybeUninit::uninit(); 8 << 10];
-    let mut entries = Vec::with_capacity(LIST_PIECE);
+    let mut frames: Vec<Listing> = Vec::new();
     let (mut count, mut more) = (0, true);
     let mut reader = RawDir::new(&directory, &mut buffer);
-    while entries.len() < LIST_PIECE || !reader.is_buffer_empty() {
+    while frames.len() < 2 || !reader.is_buffer_empty() {
         let Some(item) = reader.next() else {
             more = false;
             break;
@@ -168,10 +184,17 @@ fn list_piece(directory: OwnedFd, path: &[u8]) -> Result<(OwnedFd, Vec<u8>, u64,
         };
         let separator: &[u8] = if path == b"/" { b"" } else { b"/" };
         let full = [path, separator, name].concat();
-        entries.extend_from_slice(&entry(name, &full, &stat));
+        let entry = entry(name, &full, &stat);
+        if frames.last().is_none_or(|frame| frame.entries.len() + entry.len() > LIST_PIECE) {
+            frames.push(Listing::default());
+        }
+        if let Some(frame) = frames.last_mut() {
+            frame.entries.extend_from_slice(&entry);
+            frame.count += 1;
+        }
         count += 1;
     }
-    Ok((directory, entries, count, more))
+    Ok((directory, frames, count, more))
 }
 
 pub struct ReadRequest {
