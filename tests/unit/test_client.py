@@ -268,6 +268,22 @@ def test_an_own_http_client_is_used() -> None:
     assert seen[0].headers["authorization"] == f"Bearer {KEY}"
 
 
+def test_a_command_gets_its_own_wait_and_every_other_call_the_clients() -> None:
+    waits: list[float] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        waits.append(request.extensions["timeout"]["read"])
+        reply = {"stdout": "", "stderr": "", "exit_code": 0, "timed_out": False, "truncated": False, "duration_ms": 1}
+        return httpx.Response(200, json=SANDBOX if request.method == "GET" else reply)
+
+    own = httpx.Client(base_url="http://proxy.example", transport=httpx.MockTransport(handle))
+    with SandboxClient(http_client=own, timeout=7) as client:
+        sandbox = client.get("sb1")
+        sandbox.exec("true", timeout_seconds=500)
+        sandbox.exec("true")
+    assert waits == [7, 530, 3630]
+
+
 def test_the_sdk_loads_nothing_of_the_server() -> None:
     program = """
 import sys

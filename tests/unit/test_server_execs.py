@@ -8,13 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from agent_sandbox.errors import ConnectionLostError, InvalidRequestError
 from agent_sandbox.server import execs
-from agent_sandbox.server.execs import Lines
+from agent_sandbox.server.execs import EventStream, Lines
 from agent_sandbox.types import ExecEvent, ExecExit, ExecOutput
 from tests.unit.server_harness import KEY, Running, running, settings_for
 
@@ -168,7 +171,9 @@ def running_commands(server: Running) -> int:
 
 @pytest.mark.parametrize("path", ["exec", "exec/stream"])
 @pytest.mark.parametrize("command", ["sleep 60", "echo a; sleep 60", "yes; yes; yes; sleep 60"])
-def test_a_client_that_leaves_takes_its_command_along(server: Running, sandbox: str, path: str, command: str) -> None:
+def test_a_client_that_leaves_takes_its_command_along(
+    server: Running, sandbox: str, path: str, command: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert until(lambda: running_commands(server) == 0)
     sock = request(server, f"/v1/sandboxes/{sandbox}/{path}", {"command": command})
     try:
@@ -178,6 +183,7 @@ def test_a_client_that_leaves_takes_its_command_along(server: Running, sandbox: 
     finally:
         sock.close()
     assert until(lambda: running_commands(server) == 0)
+    assert "unexpected error" not in caplog.text
     assert server.call("POST", f"/v1/sandboxes/{sandbox}/exec", {"command": "true"}).json["exit_code"] == 0
 
 
@@ -197,6 +203,12 @@ class Script:
     def __init__(self, *steps: ExecEvent | Exception | float) -> None:
         self.steps = steps
         self.closed = threading.Event()
+        self.made: list[AsyncGenerator[ExecEvent, None]] = []
+
+    def start(self) -> AsyncGenerator[ExecEvent, None]:
+        # Kept, so that only closing it closes it, and not the garbage collector.
+        self.made.append(self.run())
+        return self.made[-1]
 
     async def run(self) -> AsyncGenerator[ExecEvent, None]:
         try:
@@ -215,7 +227,7 @@ class Script:
 def scripted(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Script]:
     def install(*steps: ExecEvent | Exception | float) -> Script:
         script = Script(*steps)
-        monkeypatch.setattr(server.manager, "exec_stream", lambda *args, **options: script.run())
+        monkeypatch.setattr(server.manager, "exec_stream", lambda *args, **options: script.start())
         return script
 
     return install
@@ -226,6 +238,42 @@ def whole(sock: socket.socket) -> bytes:
     while piece := sock.recv(65536):
         text += piece
     return text
+
+
+async def test_a_client_that_leaves_while_it_does_not_read_closes_the_stream() -> None:
+    script = Script(ExecOutput("stdout", b"a"), ExecOutput("stdout", b"b"))
+    left = asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            left.set()
+            await asyncio.sleep(60)
+
+    with pytest.raises(ClientDisconnect):
+        await EventStream(script.start())({}, receive, send)
+    assert script.closed.is_set()
+
+
+def test_streams_are_closed_before_the_manager_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(ExecOutput("stdout", b"a"), 60.0)
+    closed_first: list[bool] = []
+    with running(settings_for(tmp_path)) as server:
+        close = server.manager.close
+
+        async def watched() -> None:
+            closed_first.append(script.closed.is_set())
+            await close()
+
+        monkeypatch.setattr(server.manager, "close", watched)
+        monkeypatch.setattr(server.manager, "exec_stream", lambda *args, **options: script.start())
+        sock = request(server, f"/v1/sandboxes/{server.create()}/exec/stream", {"command": "x"})
+        assert sock.recv(1000)
+    sock.close()
+    assert closed_first == [True]
 
 
 LOST = ConnectionLostError("the wire broke")

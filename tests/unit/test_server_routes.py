@@ -270,6 +270,11 @@ async def test_pings_are_shared_remembered_and_bounded(monkeypatch: pytest.Monke
     now = 1.0
     assert await pulse.check() is None
     assert pings == 2
+    now = 2.0
+    hasty, patient = asyncio.create_task(pulse.check()), asyncio.create_task(pulse.check())
+    await asyncio.sleep(0)
+    hasty.cancel()
+    assert await patient is None
     monkeypatch.setattr(health, "PING_SECONDS", 0.01)
     now = 10.0
     problem = await pulse.check()

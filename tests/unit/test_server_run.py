@@ -217,6 +217,7 @@ def test_a_running_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
             while piece := sock.recv(65536):
                 text += piece
         assert not text.endswith(b"0\r\n\r\n")
+        assert "Traceback" not in child.communicate()[1]
 
 
 def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:
@@ -230,6 +231,18 @@ def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:
         assert server.call("DELETE", f"/v1/sandboxes/{sandbox_id}").status == 204
         assert child.wait(10) == 0
     assert not path.exists()
+
+
+def test_any_request_keeps_an_idle_server_alive(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "server.sock"
+    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="0.5", API_KEYS="") as (child, _):
+        first_line(child)
+        server = Running(settings_for(tmp_path / "x"), path)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            assert server.call("GET", "/healthz", key=False).status == 200
+            time.sleep(0.1)
+        assert child.wait(10) == 0
 
 
 def test_the_key_is_in_no_argument_and_no_output(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -76,9 +77,15 @@ async def _serve(manager: Manager, settings: Settings, sock: socket.socket, read
 def make_server(manager: Manager, settings: Settings, ready: Callable[[], None]) -> uvicorn.Server:
     """Make the server of a manager that is started; ``ready`` is called once clients can connect."""
 
+    seen, since = 0, time.monotonic()
+
     async def stop_when_idle() -> None:
-        idle_for = settings.idle_exit_seconds
-        if idle_for and not server.server_state.tasks and manager.idle_seconds() > idle_for:
+        # Any request counts, also one that asks the manager nothing: who was answered may rely on the server a while.
+        nonlocal seen, since
+        state, now = server.server_state, time.monotonic()
+        if state.tasks or state.total_requests != seen:
+            seen, since = state.total_requests, now
+        if settings.idle_exit_seconds and min(now - since, manager.idle_seconds()) > settings.idle_exit_seconds:
             server.should_exit = True
 
     config = uvicorn.Config(
