@@ -22,6 +22,8 @@ mod tarfmt;
 mod tarin;
 mod tarout;
 mod tarread;
+#[cfg(test)]
+mod tartests;
 mod wire;
 mod workers;
 
