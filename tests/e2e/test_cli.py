@@ -222,6 +222,7 @@ def test_errors_are_one_line_and_have_codes(local: Local, arguments: list[str], 
 def test_images(local: Local, tmp_path: Path) -> None:
     root = tmp_path / "rootfs"
     (root / "bin").mkdir(parents=True)
+    (root / "etc").mkdir()
     shutil.copy(sandboxd_path(), root / "bin" / "tool")
     info = local.json("image", "import", "tiny:1", str(root))
     assert info["name"] == "tiny:1"

@@ -84,6 +84,8 @@ def exec_(
     Ends with the command's exit code; 125 when the error is ours. Ctrl-C kills the command; the sandbox stays.
     """
     variables = options.environment(env)
+    if command[0] == "--" and len(command) > 1:  # options end with SANDBOX, so the parser hands this one on
+        command = command[1:]
     with connect() as client:
         code = follow(client.get(sandbox_id), command, variables, workdir, timeout, as_json=as_json)
     raise typer.Exit(code)

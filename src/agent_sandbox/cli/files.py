@@ -97,7 +97,7 @@ def cp(
         output.note(f"left out {path}: {reason}")
     if len(done.skipped) > SHOWN:
         output.note(f"left out {len(done.skipped) - SHOWN} more")
-    output.note(f"copied {done.files} files, {output.size(done.bytes)}")
+    output.note(f"copied {done.files} {'file' if done.files == 1 else 'files'}, {output.size(done.bytes)}")
 
 
 def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
