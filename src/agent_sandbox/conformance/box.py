@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from agent_sandbox.backends.base import Backend
+from agent_sandbox.errors import LimitExceededError
 from agent_sandbox.types import WORKSPACE, ExecExit, ExecOutput, SandboxSpec
 
 _numbers = itertools.count(1)
@@ -111,6 +112,15 @@ class Box:
                 yield archive[start : start + 65_536]
 
         await self.backend.import_workspace(self.id, pieces(), max_bytes)
+
+    async def answers_again(self, seconds: float = 5.0) -> bool:
+        """Whether a command runs, now or soon: the kernel gives processes back a little after they have ended."""
+        for _ in range(int(seconds / 0.1)):
+            try:
+                return (await self.run(["echo", "alive"])).text == "alive\n"
+            except LimitExceededError:
+                await asyncio.sleep(0.1)
+        return False
 
     async def processes(self, needle: str) -> int:
         """How many processes inside have ``needle`` in their command line, this search left out."""

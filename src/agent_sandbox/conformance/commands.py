@@ -114,11 +114,11 @@ class CommandSuite(SuiteBase):
         assert (await box.shell("readlink /proc/self/fd/0")) == "/dev/null\n"
 
     async def test_f11_long_argument_lists(self, box: Box) -> None:
-        words = [f"{n:07d}" for n in range(131_072)]
+        words = [f"{n:0104d}" for n in range(10_000)]
         result = await box.run(["python3", "-c", "import sys; print(len(sys.argv), sum(map(len, sys.argv)))", *words])
-        assert result.text == f"131073 {131_072 * 7 + 2}\n"
-        with pytest.raises(SandboxError):
-            await box.run(["true", *words, *words, *words])
+        assert result.text == f"10001 {10_000 * 104 + 2}\n"
+        with pytest.raises(SandboxError):  # E2BIG: a quarter of the stack's limit at most, execve(2)
+            await box.run(["true", *(words * 5)])
         assert await box.shell("echo fine") == "fine\n"
 
     async def test_f12_many_short_commands_leave_nothing(self, box: Box) -> None:
@@ -179,7 +179,7 @@ class CommandSuite(SuiteBase):
     async def test_a_fork_storm_ends_with_its_deadline(self, box: Box) -> None:
         result = await box.python("import os\nwhile True:\n try: os.fork()\n except OSError: pass", timeout=2)
         assert result.exit.timed_out
-        assert await box.shell("echo alive", timeout=10) == "alive\n"
+        assert await box.answers_again()
 
     async def test_only_three_descriptors(self, box: Box) -> None:
         listed = await box.python("import os; print(sorted(int(f) for f in os.listdir('/proc/self/fd')))")

@@ -88,7 +88,7 @@ class LimitSuite(SuiteBase):
             pass
         assert await box.backend.list_files(box.id, "/workspace") == []
         assert (await bomber).exit.timed_out
-        assert await box.shell("echo alive", timeout=10) == "alive\n"
+        assert await box.answers_again()
 
     async def test_f35_cpu(self, backend: Backend) -> None:
         box = await self.new_box(backend, cpus=0.25)
@@ -290,7 +290,9 @@ if T is X: print('x32', call(0x40000000 + 39))
 
     async def test_mounts_are_nosuid_and_nodev(self, box: Box) -> None:
         for line in (await box.shell("cat /proc/self/mountinfo")).splitlines():
-            place, options = line.split()[4:6]
+            root, place, options = line.split()[3:6]
+            if root == "/null":  # a masked file of /proc
+                continue
             if place in ("/workspace", "/tmp", "/dev/shm", "/usr", "/run") or not options.startswith("ro"):
                 assert "nosuid" in options or place.startswith("/dev"), line
                 assert "nodev" in options or place.startswith("/dev"), line
