@@ -25,7 +25,7 @@ quickstart: setup ## Set everything up and run the main job end to end
 setup: $(STAMPS)/python ## Install what is missing: system packages, virtual environment, daemon
 	@:
 
-$(STAMPS)/system: scripts/setup-system scripts/find-python
+$(STAMPS)/system: scripts/setup-system scripts/find-python Cargo.toml
 	@$(STEP) "System packages" "See above for what to install, then run make again." scripts/setup-system
 	@mkdir -p $(@D) && touch $@
 
@@ -35,7 +35,7 @@ $(STAMPS)/venv: | $(STAMPS)/system
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/engine: $(RUST_SOURCES) $(ENGINE_SOURCES) $(STAMPS)/venv
-	@$(STEP) "Daemon (Rust; about a minute the first time)" "If it is the network, run make again." \
+	@$(STEP) "Daemon (Rust, a minute or two the first time)" "If it is the network, run make again." \
 	    $(BIN)/python -m pip install --disable-pip-version-check --force-reinstall --no-deps ./crates/engine
 	@mkdir -p $(@D) && touch $@
 
@@ -45,6 +45,15 @@ $(STAMPS)/python: pyproject.toml constraints.txt $(STAMPS)/engine
 	@mkdir -p $(@D) && touch $@
 
 ##@ Develop
+$(STAMPS)/lint-tools: $(STAMPS)/system
+	@$(STEP) "Rust's formatter and linter" "See above for what to install, then run make again." \
+	    scripts/setup-system cargo-fmt cargo-clippy
+	@touch $@
+
+$(STAMPS)/bench-tools: $(STAMPS)/system
+	@$(STEP) "mmdebstrap" "See above for what to install, then run make again." scripts/setup-system mmdebstrap
+	@touch $@
+
 .PHONY: test
 test: setup ## Run every test: Rust, Python, and those on the real runtime (root)
 	cargo test --locked --workspace --quiet
@@ -55,7 +64,7 @@ test-fast: setup ## Run the Python tests that need neither root nor a runtime
 	$(BIN)/python -m pytest -m "not real"
 
 .PHONY: check
-check: setup ## Run every static check: style, types, import order, Rust lints, generated files
+check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
 	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check .
 	@$(STEP) "mypy" "See the types above." $(BIN)/mypy
@@ -77,7 +86,7 @@ docs: setup ## Generate spec/openapi.json and the reference pages
 openapi: docs
 
 .PHONY: bench
-bench: setup ## Measure the promised figures on this machine (root)
+bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root)
 	@$(SUDO) $(BIN)/python -m tests.bench
 
 .PHONY: clean
