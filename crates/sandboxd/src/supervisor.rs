@@ -18,6 +18,7 @@ use std::io;
 pub const CONTROL: c_int = 3;
 /// The one message that the daemon sends.
 pub const KILL: u8 = b'K';
+const NONE: c_ulong = 0;
 /// How long one attempt to end a tree lasts.
 const KILL_SECONDS: i64 = 5;
 
@@ -122,7 +123,6 @@ pub fn spawn(plan: &Plan, fds: &Descriptors) -> io::Result<pid_t> {
 /// # Safety
 /// The child may only make system calls and has to leave by `_exit` or `execve`.
 unsafe fn fork() -> pid_t {
-    const NONE: c_ulong = 0;
     // SAFETY: no flag but the exit signal, no new stack: a plain fork. The order of the remaining arguments
     // differs between architectures, but all are 0.
     unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD as c_ulong, NONE, NONE, NONE, NONE) as pid_t }
@@ -168,12 +168,15 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
 /// As for [`supervise`].
 unsafe fn reset_signals() {
     // SAFETY: numbers that may not be changed are refused by the call; the structures are fully initialised.
+    // The bare call is used because the C library keeps two signals to itself, which may have been ignored by
+    // whoever started the daemon. Zeros are the kernel's structure for the default disposition.
     unsafe {
-        let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = libc::SIG_DFL;
+        let default = [0u64; 4];
+        let set_size = size_of::<u64>();
         for signal in 1..=64 {
-            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+            libc::syscall(libc::SYS_rt_sigaction, signal, &raw const default, NONE, set_size);
         }
+        let mut action: libc::sigaction = std::mem::zeroed();
         // An ignored signal would not end a wait. Executing a program sets this one back.
         action.sa_sigaction = wake as extern "C" fn(c_int) as usize;
         libc::sigaction(libc::SIGCHLD, &raw const action, std::ptr::null_mut());

@@ -1,0 +1,6 @@
+//! The built daemon, on this host, as root, against a client of its own.
+
+mod client;
+mod commands;
+mod connections;
+mod files;
