@@ -11,7 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/stamps
 STEP := scripts/step
-SUDO := $(if $(filter-out 0,$(shell id -u)),sudo --preserve-env=PATH,CARGO_HOME,RUSTUP_HOME)
+SUDO_KEEPS := PATH,CARGO_HOME,RUSTUP_HOME,CI
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo --preserve-env=$(SUDO_KEEPS))
 
 RUST_SOURCES := $(wildcard Cargo.toml Cargo.lock) $(shell find crates -name '*.rs' -o -name Cargo.toml)
 ENGINE_SOURCES := scripts/build-sandboxd $(shell find crates/engine -name '*.py' -o -name pyproject.toml)

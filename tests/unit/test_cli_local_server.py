@@ -72,6 +72,12 @@ def test_a_directory_that_others_can_write_to_is_not_trusted(tmp_path: Path, mon
         local_server.ensure(tmp_path)
 
 
+def test_a_directory_that_others_can_only_enter_is_narrowed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    local_server._private_directory(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o7777 == 0o700
+
+
 def test_a_socket_file_without_a_server_does_not_answer(tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     assert not local_server.answers(path)

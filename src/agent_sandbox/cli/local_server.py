@@ -224,10 +224,13 @@ def _tail(log: Path, begin: int) -> dict[str, object]:
 
 
 def _private_directory(path: Path) -> None:
+    """Make a directory for the socket, or narrow one that only we could write to; refuse any other."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ForbiddenError(f"{path} must be a directory of this user alone, mode 0700: remove it and try again")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
 
 
 @contextmanager
