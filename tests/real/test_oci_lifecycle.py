@@ -389,3 +389,39 @@ async def test_a_full_host_disk_is_typed_and_leaves_nothing(tmp_path: Path) -> N
 def _free(path: Path) -> int:
     state = os.statvfs(path)
     return state.f_bavail * state.f_frsize
+
+
+async def test_a_data_directory_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    backend = OciBackend(Settings(data_dir=tmp_path / "link" / "data"))
+    await backend.start()
+    try:
+        await backend.create("sb1-1", SPEC)
+        assert await run(backend, "sb1-1", "echo fine") == ("fine\n", 0)
+        assert "mounts" in resources(tmp_path / "link" / "data")
+        await backend.destroy("sb1-1")
+        await wait_until_clean(tmp_path / "link" / "data")
+    finally:
+        await backend.close()
+
+
+async def test_a_missing_daemon_is_told_with_the_remedy(tmp_path: Path) -> None:
+    backend = OciBackend(Settings(data_dir=tmp_path / "data", sandboxd=str(tmp_path / "nothing")))
+    with pytest.raises(BackendError, match="AGENT_SANDBOX_SANDBOXD"):
+        await backend.start()
+    assert not (tmp_path / "data").exists()
+    await backend.close()
+
+
+async def test_destroying_ends_a_fork_storm(backend: OciBackend, settings: Settings) -> None:
+    await backend.create("sb1-1", SPEC)
+    program = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+    storm = asyncio.create_task(run(backend, "sb1-1", f"exec python3 -c '{program}'"))
+    await asyncio.sleep(0.5)
+    started = asyncio.get_running_loop().time()
+    await backend.destroy("sb1-1")
+    assert asyncio.get_running_loop().time() - started < 5
+    assert "processes" not in resources(settings.data_dir)
+    with pytest.raises(SandboxError):
+        await storm

@@ -21,16 +21,13 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import importlib
 import logging
 import os
 import platform
 import re
 import resource
-import select
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -40,14 +37,17 @@ import msgspec
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.oci import bundle, cgroups, seccomp
 from agent_sandbox.backends.oci.disk import Templates
+from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
-from agent_sandbox.backends.oci.failures import translate
+from agent_sandbox.backends.oci.failures import translated
 from agent_sandbox.backends.oci.inspection import observe
-from agent_sandbox.backends.oci.runc import INSTALL, Process, Runc
+from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
+from agent_sandbox.backends.oci.runc import INSTALL, Runc
+from agent_sandbox.backends.oci.waiting import ended, settled
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError, UnsupportedError
 from agent_sandbox.images import ImageRoot, ImageStore
-from agent_sandbox.types import Capabilities, EnvironmentInfo, LimitName, ResolvedImage, SandboxSpec
+from agent_sandbox.types import EnvironmentInfo, LimitName, ResolvedImage, SandboxSpec
 
 T = TypeVar("T")
 
@@ -58,8 +58,6 @@ _PREFIX = "asb-"
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _THREADS = 16
 """More than creations that make progress at once on common machines; waiting ones queue."""
-_END_SECONDS = 10.0
-"""How long killed processes may take to be gone; more means a process stuck in the kernel."""
 _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
@@ -74,19 +72,19 @@ class OciBackend(GuestBackend):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
-        self._home = settings.data_dir / "runc"
+        real = os.path.realpath(settings.data_dir)  # the mount table has no symbolic links
+        self._home = Path(real) / "runc"
         self._environments = self._home / "env"
-        real = os.fsencode(os.path.realpath(settings.data_dir))
-        self.instance = hashlib.sha256(real).hexdigest()[:12]
+        self.instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
         self._run_directory = RUN_DIRECTORY / self.instance
         self._runc = Runc(self._run_directory / "runc")
         self._templates = Templates(self._home / "templates")
-        self._images = ImageStore(settings.data_dir, *settings.sandbox_ids())
+        self._images = ImageStore(Path(real), *settings.sandbox_ids())
         self._hierarchies = cgroups.Hierarchies(None)
         self._seccomp = {"defaultAction": "SCMP_ACT_ERRNO"}
         self._sandboxd = Path()
         self._version = ""
-        self.capabilities = _capabilities(frozenset(), has_swap_limit=False)
+        self.capabilities = capabilities(frozenset(), has_swap_limit=False)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
         self._creating: dict[str, asyncio.Task[None]] = {}
@@ -95,19 +93,15 @@ class OciBackend(GuestBackend):
     # -- the backend as a whole ------------------------------------------------------
 
     async def start(self) -> None:
-        if os.geteuid() != 0:
-            raise BackendError("the runc backend needs root; run the server with sudo")
+        require_root()
         self._version = await self._runc.find()
-        async with _translated("starting the runc backend"):
+        async with translated("starting the runc backend"):
             self._seccomp = seccomp.profile(platform.machine())
-            self._sandboxd = _find_sandboxd(self._settings.sandboxd)
+            self._sandboxd = find_sandboxd(self._settings.sandboxd)
             await self._thread(self._prepare)
 
     def _prepare(self) -> None:
-        if shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:" + os.environ.get("PATH", "")) is None:
-            raise BackendError("mkfs.ext4 is not installed; install it with: apt-get install e2fsprogs")
-        if not Path("/dev/loop-control").exists():
-            raise BackendError("the kernel has no loop devices; load them with: modprobe loop")
+        require_disks()
         self._hierarchies = cgroups.find_hierarchies()
         if not self._hierarchies.all():
             raise BackendError(
@@ -121,7 +115,7 @@ class OciBackend(GuestBackend):
         for directory in (self._run_directory, self._runc.root):
             directory.mkdir(mode=0o700, exist_ok=True)
         limits = cgroups.enforced(self._hierarchies)
-        self.capabilities = _capabilities(limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies))
+        self.capabilities = capabilities(limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies))
         self._images.prepare(in_use=self._root_directories())
 
     def _root_directories(self) -> set[Path]:
@@ -149,7 +143,7 @@ class OciBackend(GuestBackend):
             raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
 
     async def resolve_image(self, name: str) -> ResolvedImage:
-        async with _translated("resolving the image"):
+        async with translated("resolving the image"):
             return await self._thread(self._images.resolve, name)
 
     # -- create --------------------------------------------------------------------------
@@ -166,9 +160,9 @@ class OciBackend(GuestBackend):
             if task.cancelled() and (current is None or not current.cancelling()):
                 raise ConflictError(f"environment {id} was destroyed while it was created") from None
             task.cancel()
-            await _ended(task)
+            await ended(task)
             if not task.cancelled() and task.exception() is None:
-                await _settled(asyncio.ensure_future(self._undo(id)))
+                await settled(asyncio.ensure_future(self._undo(id)))
             raise
         finally:
             self._creating.pop(id, None)
@@ -196,11 +190,11 @@ class OciBackend(GuestBackend):
             _log.debug("create %s: %s at %.1f ms", id, name, (time.monotonic() - started) * 1000)
 
         try:
-            async with _translated("creating the sandbox"):
+            async with translated("creating the sandbox"):
                 await self._build(environment, spec, step)
         except BaseException as error:
             tail = await self._thread(environment.log_tail)
-            await _settled(asyncio.ensure_future(self._undo(id)))
+            await settled(asyncio.ensure_future(self._undo(id)))
             if type(error) is BackendError and tail:
                 raise BackendError(f"{error.message}; its log ends with: {tail}") from error
             raise
@@ -266,9 +260,9 @@ class OciBackend(GuestBackend):
         creating = self._creating.get(id)
         if creating is not None:
             creating.cancel()
-            await _ended(creating)
-        async with _translated("destroying the sandbox"):
-            await _settled(asyncio.ensure_future(self._end(id)))
+            await ended(creating)
+        async with translated("destroying the sandbox"):
+            await settled(asyncio.ensure_future(self._end(id)))
         if id not in self._removing and id in await self.list_ids():
             task = self._removing[id] = asyncio.create_task(self._remove(id))
             task.add_done_callback(lambda done: self._removed(id, done))
@@ -286,21 +280,7 @@ class OciBackend(GuestBackend):
         await self._thread(self._kill, id)
 
     def _kill(self, id: str) -> None:
-        process, groups = self._runc.process(_PREFIX + id), self._groups(id)
-        deadline = time.monotonic() + _END_SECONDS
-        with contextlib.ExitStack() as stack:
-            pidfd = None if process is None else _open_process(process)
-            if pidfd is not None:
-                stack.callback(os.close, pidfd)
-            groups.kill()
-            if pidfd is not None:
-                poll = select.poll()
-                poll.register(pidfd, select.POLLIN)
-                poll.poll(_END_SECONDS * 1000)
-            while groups.processes():
-                if time.monotonic() > deadline:
-                    raise BackendError("processes of the sandbox do not end; the kernel holds them")
-                time.sleep(0.001)
+        end_processes(self._runc.process(_PREFIX + id), self._groups(id))
 
     async def _remove(self, id: str) -> None:
         """Remove what is left of an environment without processes; the first failure is raised after all was tried."""
@@ -321,7 +301,7 @@ class OciBackend(GuestBackend):
     # -- looking -----------------------------------------------------------------------
 
     async def list_ids(self) -> list[str]:
-        async with _translated("listing the sandboxes"):
+        async with translated("listing the sandboxes"):
             return await self._thread(self._list)
 
     def _list(self) -> list[str]:
@@ -340,7 +320,7 @@ class OciBackend(GuestBackend):
 
     async def inspect(self, id: str) -> EnvironmentInfo:
         record = await self._record(id)
-        async with _translated("inspecting the sandbox"):
+        async with translated("inspecting the sandbox"):
             process = await self._thread(self._runc.process, _PREFIX + id)
             running = process is not None and process.alive()
             details = await self._thread(observe, process if running else None, self._groups(id).limits())
@@ -358,7 +338,7 @@ class OciBackend(GuestBackend):
     async def endpoint(self, id: str) -> Endpoint:
         record = await self._record(id)
         environment = self._environment(id)
-        async with _translated("reaching the sandbox's daemon"):
+        async with translated("reaching the sandbox's daemon"):
             key = await self._thread(environment.key)
             for _ in range(_CONNECT_TRIES):
                 try:
@@ -403,80 +383,4 @@ class OciBackend(GuestBackend):
 
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""
-        return await _settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
-
-
-@contextlib.asynccontextmanager
-async def _translated(doing: str) -> AsyncIterator[None]:
-    try:
-        yield
-    except Exception as error:
-        translated = translate(error, doing)
-        if translated is error:
-            raise
-        raise translated from error
-
-
-async def _settled(future: asyncio.Future[T]) -> T:
-    """The result of ``future``, which runs to its end before a cancellation goes on."""
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await _ended(future)
-        if not future.cancelled():
-            future.exception()
-        raise
-
-
-async def _ended(future: asyncio.Future[T]) -> None:
-    """Wait until ``future`` is done, whatever its result and however often this is cancelled meanwhile."""
-    while not future.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([future])
-
-
-def _open_process(process: Process) -> int | None:
-    """A pidfd of exactly this process, or None when it has gone."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return None
-    if process.alive():
-        return pidfd
-    os.close(pidfd)
-    return None
-
-
-def _find_sandboxd(configured: str) -> Path:
-    if configured:
-        path = Path(configured).absolute()
-    else:
-        try:
-            path = Path(importlib.import_module("agent_sandbox_engine").sandboxd_path())
-        except (ImportError, FileNotFoundError) as error:
-            raise BackendError(
-                "the sandboxd binary is missing; install it with: pip install 'agent-sandbox[server]', "
-                "or name one in AGENT_SANDBOX_SANDBOXD"
-            ) from error
-    if not path.is_file() or not os.access(path, os.X_OK):
-        raise BackendError(f"{path} is not an executable file; AGENT_SANDBOX_SANDBOXD names the sandboxd binary")
-    return path
-
-
-def _capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capabilities:
-    notes = {
-        "userns": "all sandboxes share the host's user ids, and so its limits for each user",
-        "disk": "size only; its bandwidth is not limited",
-    }
-    notes |= {
-        limit: "this kernel lacks the control group" for limit in ("cpus", "memory", "pids") if limit not in limits
-    }
-    if "memory" in limits and not has_swap_limit:
-        notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
-    return Capabilities(
-        isolation="container",
-        enforces=limits | {"disk", "network"},
-        network=frozenset({"none"}),
-        guest=True,
-        notes=notes,
-    )
+        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))

@@ -6,8 +6,10 @@ the message, paths below the data directory do not.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import AsyncIterator
 
 from agent_sandbox.errors import BackendError, LimitExceededError, SandboxError
 
@@ -41,3 +43,15 @@ def translate(error: BaseException, doing: str) -> SandboxError:
         words = os.strerror(error.errno) if error.errno else type(error).__name__
         return kind(f"{doing} failed: {text} ({words})")
     return BackendError(f"{doing} failed: {type(error).__name__}: {error}")
+
+
+@contextlib.asynccontextmanager
+async def translated(doing: str) -> AsyncIterator[None]:
+    """Let only errors of our own tree out of a block; ``doing`` says in words what failed."""
+    try:
+        yield
+    except Exception as error:
+        ours = translate(error, doing)
+        if ours is error:
+            raise
+        raise ours from error

@@ -1,0 +1,62 @@
+"""What this backend needs of a host, and what it can promise on the one it is on."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from pathlib import Path
+
+from agent_sandbox.errors import BackendError
+from agent_sandbox.types import Capabilities, LimitName
+
+
+def require_root() -> None:
+    """Raise :class:`BackendError` when this process is not root."""
+    if os.geteuid() != 0:
+        raise BackendError("the runc backend needs root; run the server with sudo")
+
+
+def require_disks() -> None:
+    """Raise :class:`BackendError` when a sandbox's disk cannot be made here."""
+    if shutil.which("mkfs.ext4", path="/usr/sbin:/sbin:" + os.environ.get("PATH", "")) is None:
+        raise BackendError("mkfs.ext4 is not installed; install it with: apt-get install e2fsprogs")
+    if not Path("/dev/loop-control").exists():
+        raise BackendError("the kernel has no loop devices; load them with: modprobe loop")
+
+
+def find_sandboxd(configured: str) -> Path:
+    """The daemon's executable: the configured one, or the engine package's. :class:`BackendError` without one."""
+    if configured:
+        path = Path(configured).absolute()
+    else:
+        try:
+            path = Path(importlib.import_module("agent_sandbox_engine").sandboxd_path())
+        except (ImportError, FileNotFoundError) as error:
+            raise BackendError(
+                "the sandboxd binary is missing; install it with: pip install 'agent-sandbox[server]', "
+                "or name one in AGENT_SANDBOX_SANDBOXD"
+            ) from error
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise BackendError(f"{path} is not an executable file; AGENT_SANDBOX_SANDBOXD names the sandboxd binary")
+    return path
+
+
+def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capabilities:
+    """What this backend offers where the kernel keeps ``limits`` by control groups."""
+    notes = {
+        "userns": "all sandboxes share the host's user ids, and so its limits for each user",
+        "disk": "size only; its bandwidth is not limited",
+    }
+    notes |= {
+        limit: "this kernel lacks the control group" for limit in ("cpus", "memory", "pids") if limit not in limits
+    }
+    if "memory" in limits and not has_swap_limit:
+        notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
+    return Capabilities(
+        isolation="container",
+        enforces=limits | {"disk", "network"},
+        network=frozenset({"none"}),
+        guest=True,
+        notes=notes,
+    )
