@@ -8,6 +8,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -425,3 +427,24 @@ async def test_destroying_ends_a_fork_storm(backend: OciBackend, settings: Setti
     assert "processes" not in resources(settings.data_dir)
     with pytest.raises(SandboxError):
         await storm
+
+
+@pytest.mark.parametrize("milliseconds", [0, 10, 25, 40, 55, 70, 110, 250])
+async def test_a_server_killed_at_any_time_leaves_what_the_next_one_can_remove(
+    settings: Settings, milliseconds: int
+) -> None:
+    command = [sys.executable, "-m", "tests.real.creator", str(settings.data_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert await asyncio.to_thread(server.stdout.readline) == b"started\n"
+        await asyncio.sleep(milliseconds / 1000)
+        server.kill()
+    second = OciBackend(settings)
+    await second.start()
+    for id in await second.list_ids():
+        if await second.is_running(id):
+            assert await run(second, id, "echo alive") == ("alive\n", 0)
+        await second.destroy(id)
+    await wait_until_clean(settings.data_dir)
+    assert await second.list_ids() == []
+    await second.close()

@@ -95,6 +95,7 @@ class OciBackend(GuestBackend):
     async def start(self) -> None:
         require_root()
         self._version = await self._runc.find()
+        await self._runc.quiesce()
         async with translated("starting the runc backend"):
             self._seccomp = seccomp.profile(platform.machine())
             self._sandboxd = find_sandboxd(self._settings.sandboxd)
@@ -116,14 +117,20 @@ class OciBackend(GuestBackend):
             directory.mkdir(mode=0o700, exist_ok=True)
         limits = cgroups.enforced(self._hierarchies)
         self.capabilities = capabilities(limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies))
+        self._templates.clear()
         self._images.prepare(in_use=self._root_directories())
 
     def _root_directories(self) -> set[Path]:
-        """The image directories that existing environments run from."""
+        """The image directories that existing environments may run from: all of them, when a record is damaged."""
         found = set()
-        for entry in os.scandir(self._environments):
-            with contextlib.suppress(BackendError, NotFoundError):
-                found.add(Environment(self._environments, entry.name).record().rootfs)
+        for directory in self._environments.iterdir():
+            try:
+                found.add(Environment(self._environments, directory.name).record().rootfs)
+            except NotFoundError:
+                continue
+            except BackendError as error:
+                _log.warning("%s", error.message)
+                return set(self._home.parent.glob("images/host/*/rootfs"))
         return found
 
     async def close(self) -> None:

@@ -88,6 +88,11 @@ class Templates:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
+    def clear(self) -> None:
+        """Remove what a crash left half-made."""
+        for path in self._directory.glob(".new-*"):
+            path.unlink(missing_ok=True)
+
     def get(self, size_mb: int) -> Path:
         """The template of ``size_mb`` MiB, made when it is not there. :class:`BackendError` when mkfs fails."""
         path = self._directory / f"ext4-{_FORMAT}-{size_mb}.img"

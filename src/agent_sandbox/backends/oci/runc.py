@@ -27,6 +27,8 @@ _RUN_SECONDS, _DELETE_SECONDS, _VERSION_SECONDS = 30.0, 20.0, 10.0
 """A start takes 40 ms and a removal 15; these are for hosts that swap."""
 _KILL_GRACE_SECONDS = 5.0
 """A call whose caller went may finish for this long: half a container is harder to remove than a whole one."""
+_QUIESCE_SECONDS, _QUIESCE_PAUSE_SECONDS = 10.0, 0.05
+"""A process of a sandbox could pretend to be such a call, so the wait ends whatever is there."""
 _OUTPUT_BYTES = 4096
 _STATE_BYTES = 1 << 20
 _ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -94,6 +96,23 @@ class Runc:
         if self.process(name) is not None:
             raise BackendError(f"runc could not remove a sandbox (exit code {code}): {output}")
         await asyncio.to_thread(shutil.rmtree, self.root / name)
+
+    async def quiesce(self) -> None:
+        """Wait for the calls that a server made which then died, so that none acts behind the next one's back."""
+        deadline = asyncio.get_running_loop().time() + _QUIESCE_SECONDS
+        while asyncio.get_running_loop().time() < deadline:
+            if not await asyncio.to_thread(self._calls):
+                return
+            await asyncio.sleep(_QUIESCE_PAUSE_SECONDS)
+
+    def _calls(self) -> list[str]:
+        wanted = b"\0--root\0" + os.fsencode(self.root) + b"\0"
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if wanted in file.read(_OUTPUT_BYTES):
+                    found.append(path.parent.name)
+        return found
 
     def names(self) -> list[str]:
         """The containers that runc holds state of, whole or not."""
