@@ -49,6 +49,11 @@ MAX_BACKLOG = 8 * 1024 * 1024
 MAX_LISTING_ENTRIES = 100_000
 MAX_LISTING_BYTES = 32 * 1024 * 1024
 
+
+class GuestStalled(BackendError):
+    """The daemon did not end a command in time: only the host can now."""
+
+
 ERRORS: Mapping[str, type[SandboxError]] = {
     "invalid_request": InvalidRequestError,
     "not_found": NotFoundError,
@@ -57,14 +62,11 @@ ERRORS: Mapping[str, type[SandboxError]] = {
     "too_large": PayloadTooLargeError,
     "no_space": LimitExceededError,
     "exhausted": LimitExceededError,
+    "stuck": GuestStalled,
     "unsupported": BackendError,
     "internal": BackendError,
 }
 """The error codes of ``spec/wire.md`` as the caller's situation."""
-
-
-class GuestStalled(BackendError):
-    """The daemon did not end a command in time: only the host can now."""
 
 
 class _Entry(msgspec.Struct):

@@ -129,6 +129,7 @@ async def test_an_exit_that_cannot_be_is_an_error_and_never_a_success(lie: dict[
         ("too_large", PayloadTooLargeError),
         ("no_space", LimitExceededError),
         ("exhausted", LimitExceededError),
+        ("stuck", GuestStalled),
         ("unsupported", BackendError),
         ("internal", BackendError),
         ("who knows", BackendError),

@@ -9,6 +9,7 @@ use crate::errors::{Code, Failure};
 use crate::fsops::Answer;
 use crate::pack::MapWriter;
 use crate::tarread::{Next, Reader};
+use crate::tarsink::Stop;
 use crate::wire::HEADER;
 use crate::{tarin, tarout, workers};
 use std::rc::Rc;
@@ -38,8 +39,8 @@ pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Ans
                 .uint("skipped_total", summary.skipped_total)
                 .done(),
         )),
-        Err(tarout::Stop::Cancelled) => Ok(None),
-        Err(tarout::Stop::Failed(failure)) => Err(failure),
+        Err(Stop::Cancelled) => Ok(None),
+        Err(Stop::Failed(failure)) => Err(failure),
     }
 }
 

@@ -12,6 +12,7 @@ pub enum Code {
     TooLarge,
     NoSpace,
     Exhausted,
+    Stuck,
     Unsupported,
     Internal,
 }
@@ -26,6 +27,7 @@ impl Code {
             Code::TooLarge => "too_large",
             Code::NoSpace => "no_space",
             Code::Exhausted => "exhausted",
+            Code::Stuck => "stuck",
             Code::Unsupported => "unsupported",
             Code::Internal => "internal",
         }

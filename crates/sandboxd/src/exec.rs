@@ -122,6 +122,8 @@ struct Running {
     exit: Option<Exit>,
     killing: Option<Instant>,
     killed: bool,
+    /// Some of the tree could not be ended in time.
+    stuck: bool,
     timed_out: bool,
     drained: usize,
 }
@@ -183,6 +185,7 @@ fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Ru
         exit: None,
         killing: None,
         killed: false,
+        stuck: false,
         timed_out: false,
         drained: 0,
     })
@@ -245,7 +248,10 @@ impl Running {
                     self.timed_out = true;
                     self.kill();
                 }
-                () = at(self.killing.map(|since| since + KILL_TIME)), if !over => self.killed = true,
+                () = at(self.killing.map(|since| since + KILL_TIME)), if !over => {
+                    self.killed = true;
+                    self.stuck = true;
+                }
             }
         }
         if let Some(stream) = self.stream.take() {
@@ -270,7 +276,10 @@ impl Running {
                         let wall = self.started.elapsed();
                         self.exit = Some(Exit { status, user_us, system_us, max_rss_kb, wall });
                     }
-                    Some(Report::Killed { .. }) => self.killed = true,
+                    Some(Report::Killed { empty }) => {
+                        self.killed = true;
+                        self.stuck |= !empty;
+                    }
                     None => {}
                 },
                 Err(Errno::INTR) => {}
@@ -338,6 +347,10 @@ impl Running {
     }
 
     fn outcome(&self) -> Vec<u8> {
+        if self.stuck {
+            return Failure::new(Code::Stuck, "the processes of the command could not be ended in time")
+                .map();
+        }
         match self.failed {
             Some((Stage::Fork, errno)) => return self.not_started("no process for the command", errno),
             Some((Stage::Setup, errno)) => return self.not_started("the command could not be set up", errno),

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 
 /// How much of a file one job moves.
 const PIECE: usize = 256 << 10;
@@ -81,16 +81,15 @@ fn entry_map(path: &[u8], stat: &Stat) -> Vec<u8> {
 /// descriptors. Where the system cannot tell them apart (before 5.6, gVisor) they are followed; what is behind
 /// them is still opened as the sandbox user.
 fn open(path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    static MISSING: AtomicBool = AtomicBool::new(false);
+    static TELLS_MAGIC: OnceLock<bool> = OnceLock::new();
+    let without_magic =
+        |path: &[u8], flags| openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS);
     let flags = flags | OFlags::CLOEXEC;
-    if !MISSING.load(Ordering::Relaxed) {
-        match openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS) {
-            // A profile that does not know the call refuses it with EPERM.
-            Err(Errno::NOSYS | Errno::PERM) => MISSING.store(true, Ordering::Relaxed),
-            result => return result,
-        }
+    if *TELLS_MAGIC.get_or_init(|| without_magic(b"/", OFlags::PATH | OFlags::CLOEXEC).is_ok()) {
+        without_magic(path, flags)
+    } else {
+        openat(CWD, path, flags, Mode::empty())
     }
-    openat(CWD, path, flags, Mode::empty())
 }
 
 pub async fn stat(daemon: &Daemon, path: Vec<u8>, follow: bool) -> Result<Vec<u8>, Failure> {

@@ -22,6 +22,7 @@ mod tarfmt;
 mod tarin;
 mod tarout;
 mod tarread;
+mod tarsink;
 #[cfg(test)]
 mod tartests;
 mod wire;

@@ -5,10 +5,9 @@
 //! descriptor, [`CONTROL`]: reports go up, [`KILL`] comes down, and the end of it means that the daemon is gone.
 //!
 //! It was forked from a process with threads, so it makes system calls only: no allocation, no lock, no
-//! formatting. Killing the tree needs no new process or thread and goes on until there is no child left:
-//! scan, SIGKILL, reap. A process that forks faster than one scan reads is met by the next; new ones can only
-//! come from those that are not yet dead. The rounds are bounded by time, since a process stuck in the kernel
-//! dies later than its signal; the supervisor then reports the failure and goes on trying.
+//! formatting. Killing the tree needs no new process or thread and goes on until there is no child left: scan,
+//! SIGKILL, and reap when all are dead. The rounds are bounded by time, since a process stuck in the kernel dies
+//! later than its signal; the supervisor then reports the failure and goes on trying.
 
 use crate::launch::{self, Plan};
 use libc::{c_int, c_ulong, pid_t};
@@ -296,27 +295,52 @@ unsafe fn watch(command: pid_t) -> ! {
 
 /// End every descendant; `false` when time ran out first.
 ///
+/// Nothing is reaped until a scan meets dead children only, twice in a row. A dead child that is not reaped keeps
+/// its place under the limit of processes, so that a fork storm runs out of places instead of refilling those
+/// that each kill makes free. Whoever is left by a dead parent becomes a child of this process before that
+/// parent can be waited for, hence twice: the second scan shows whom the first one's dead have left.
+///
 /// # Safety
 /// As for [`supervise`].
 unsafe fn kill_tree(command: pid_t) -> bool {
     let end = seconds() + KILL_SECONDS;
+    let mut quiet = 0;
     loop {
-        // SAFETY: a child of this process that has not been reaped keeps its number, so no stranger is hit.
-        crate::children::for_each(|pid| unsafe {
-            libc::kill(pid, libc::SIGKILL);
-        });
-        // SAFETY: as for this function.
-        match unsafe { reap(command) } {
-            Reaped::Empty => return true,
-            Reaped::Some => {}
-            Reaped::None => {
-                if seconds() > end {
-                    return false;
+        let mut alive = false;
+        crate::children::for_each(|pid| {
+            // SAFETY: a child of this process that has not been reaped keeps its number, so no stranger is hit.
+            unsafe {
+                if !has_ended(pid) {
+                    alive = true;
+                    libc::kill(pid, libc::SIGKILL);
                 }
-                // SAFETY: as for this function.
-                unsafe { pause(false, 1) };
             }
+        });
+        quiet = if alive { 0 } else { quiet + 1 };
+        // SAFETY: as for this function.
+        if quiet >= 2 && unsafe { reap(command) } == Reaped::Empty {
+            return true;
         }
+        if seconds() > end {
+            return false;
+        }
+        if alive {
+            // SAFETY: as for this function.
+            unsafe { pause(false, 1) };
+        }
+    }
+}
+
+/// Whether a child has ended and waits to be reaped.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn has_ended(pid: pid_t) -> bool {
+    // SAFETY: the kernel fills the structure, which is zero where the child has not ended.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        libc::waitid(libc::P_PID, pid as libc::id_t, &raw mut info, flags) == 0 && info.si_pid() == pid
     }
 }
 

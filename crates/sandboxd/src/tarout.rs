@@ -11,11 +11,11 @@
 //! of hard links ([`MAX_LINKS`]); beyond the last two the export fails as `exhausted`.
 
 use crate::errors::{Code, Failure};
-use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, MAX_EXTENTS, Records, Time, kind, padding, xattr_key};
-use crate::wire::{HEADER, Kind, MAX_PAYLOAD, header};
+use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
+use crate::tarsink::{Out, Stop, extents, sparse_map};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RawDir, SeekFrom, Stat, fgetxattr, flistxattr, fstat, openat,
-    readlinkat, seek, statat,
+    AtFlags, CWD, FileType, Mode, OFlags, RawDir, Stat, fgetxattr, flistxattr, fstat, openat, readlinkat,
+    statat,
 };
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -42,26 +42,6 @@ pub struct Summary {
     pub skipped_total: u64,
 }
 
-/// Why the export ended early.
-#[derive(Debug)]
-pub enum Stop {
-    /// Nobody listens any more.
-    Cancelled,
-    Failed(Failure),
-}
-
-impl From<Failure> for Stop {
-    fn from(failure: Failure) -> Stop {
-        Stop::Failed(failure)
-    }
-}
-
-impl From<Errno> for Stop {
-    fn from(errno: Errno) -> Stop {
-        Stop::Failed(errno.into())
-    }
-}
-
 /// Write the archive of `workspace` as finished DATA frames of `stream`.
 pub fn export(
     workspace: &[u8],
@@ -79,7 +59,7 @@ pub fn export(
         links: HashMap::new(),
         link_bytes: 0,
         max_bytes,
-        out: Out { stream, frames, buffer: Vec::new() },
+        out: Out::new(stream, frames),
         summary: Summary { entries: 0, file_bytes: 0, skipped: Vec::new(), skipped_total: 0 },
     };
     walk.enter(root, &stat)?;
@@ -89,65 +69,6 @@ pub fn export(
     walk.out.write(&[0; 2 * BLOCK])?;
     walk.out.flush()?;
     Ok(walk.summary)
-}
-
-/// The archive's bytes, gathered into frames.
-struct Out {
-    stream: u32,
-    frames: Sender<Vec<u8>>,
-    buffer: Vec<u8>,
-}
-
-impl Out {
-    const FRAME: usize = HEADER + MAX_PAYLOAD;
-
-    /// The place for the next bytes, at most `most` of them and never none.
-    fn space(&mut self, most: u64) -> Result<&mut [u8], Stop> {
-        if self.buffer.len() >= Out::FRAME {
-            self.flush()?;
-        }
-        if self.buffer.is_empty() {
-            self.buffer.reserve_exact(Out::FRAME);
-            self.buffer.resize(HEADER, 0);
-            self.buffer.push(1);
-        }
-        let start = self.buffer.len();
-        let room = Out::FRAME - start;
-        self.buffer.resize(start + room.min(usize::try_from(most).unwrap_or(room)), 0);
-        Ok(&mut self.buffer[start..])
-    }
-
-    /// Give back what of [`Out::space`] was not used.
-    fn unused(&mut self, count: usize) {
-        self.buffer.truncate(self.buffer.len() - count);
-    }
-
-    fn write(&mut self, mut bytes: &[u8]) -> Result<(), Stop> {
-        while !bytes.is_empty() {
-            let space = self.space(bytes.len() as u64)?;
-            let (now, later) = bytes.split_at(space.len());
-            space.copy_from_slice(now);
-            bytes = later;
-        }
-        Ok(())
-    }
-
-    fn zeros(&mut self, mut count: u64) -> Result<(), Stop> {
-        while count > 0 {
-            count -= self.space(count)?.len() as u64;
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<(), Stop> {
-        if self.buffer.len() > HEADER + 1 {
-            let mut frame = std::mem::take(&mut self.buffer);
-            let head = header(Kind::Data, self.stream, frame.len() - HEADER);
-            frame[..HEADER].copy_from_slice(&head);
-            self.frames.blocking_send(frame).map_err(|_| Stop::Cancelled)?;
-        }
-        Ok(())
-    }
 }
 
 /// The names of one directory, in order.
@@ -576,45 +497,4 @@ impl Walk {
         }
         records
     }
-}
-
-/// Where a file has data. `None` when it is whole or its file system does not say. Beyond [`MAX_EXTENTS`] the rest
-/// counts as data, holes and all.
-fn extents(file: &OwnedFd, size: u64) -> Option<Vec<(u64, u64)>> {
-    let mut extents = Vec::new();
-    let mut at = 0;
-    while at < size {
-        let data = match seek(file, SeekFrom::Data(at)) {
-            Ok(data) => data.min(size),
-            // No data until the end.
-            Err(Errno::NXIO) => break,
-            Err(_) => return None,
-        };
-        let hole = if extents.len() + 1 < MAX_EXTENTS {
-            seek(file, SeekFrom::Hole(data)).ok()?.min(size)
-        } else {
-            size
-        };
-        if hole <= data {
-            break;
-        }
-        extents.push((data, hole - data));
-        at = hole;
-    }
-    (extents != [(0, size)]).then_some(extents)
-}
-
-/// The map of GNU's sparse format 1.0, filled up to whole blocks.
-fn sparse_map(extents: &[(u64, u64)], size: u64) -> Vec<u8> {
-    let ends_in_hole = extents.last().is_none_or(|(offset, length)| offset + length < size);
-    let mut map = format!("{}\n", extents.len() + usize::from(ends_in_hole)).into_bytes();
-    for (offset, length) in extents {
-        map.extend_from_slice(format!("{offset}\n{length}\n").as_bytes());
-    }
-    if ends_in_hole {
-        // GNU tar sets the size of the file by an empty piece at its end.
-        map.extend_from_slice(format!("{size}\n0\n").as_bytes());
-    }
-    map.resize(map.len() + padding(map.len() as u64) as usize, 0);
-    map
 }

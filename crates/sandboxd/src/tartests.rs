@@ -3,6 +3,7 @@
 use crate::errors::{Code, Failure};
 use crate::tarfmt::{BLOCK, Header, Records, Time, kind, padding};
 use crate::tarread::{Next, Reader};
+use crate::tarsink::Stop;
 use crate::wire::HEADER;
 use crate::{tarin, tarout};
 use proptest::prelude::*;
@@ -35,7 +36,7 @@ impl Place {
         self.0.join("w").into_os_string().into_encoded_bytes()
     }
 
-    fn export(&self, max_bytes: u64) -> (Result<tarout::Summary, tarout::Stop>, Vec<u8>) {
+    fn export(&self, max_bytes: u64) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
         let (send, mut receive) = tokio::sync::mpsc::channel(4);
         let root = self.root();
         let thread = std::thread::spawn(move || tarout::export(&root, max_bytes, 1, send));
@@ -210,13 +211,13 @@ fn export_stops_at_its_limit_and_when_nobody_listens() {
     fs::write(place.at("f"), vec![1; 5_000]).unwrap();
     assert!(place.export(5_000).0.is_ok());
     match place.export(4_999).0 {
-        Err(tarout::Stop::Failed(failure)) => assert_eq!(failure.code, Code::TooLarge),
+        Err(Stop::Failed(failure)) => assert_eq!(failure.code, Code::TooLarge),
         _ => panic!("not refused"),
     }
     fs::write(place.at("g"), vec![1; 1 << 20]).unwrap();
     let (send, receive) = tokio::sync::mpsc::channel(1);
     drop(receive);
-    assert!(matches!(tarout::export(&place.root(), PLENTY, 1, send), Err(tarout::Stop::Cancelled)));
+    assert!(matches!(tarout::export(&place.root(), PLENTY, 1, send), Err(Stop::Cancelled)));
 }
 
 #[test]

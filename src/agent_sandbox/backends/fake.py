@@ -140,6 +140,7 @@ class FakeBackend(GuestBackend):
         task = asyncio.create_task(_serve(environment, theirs))
         environment.connections.add(task)
         task.add_done_callback(environment.connections.discard)
+        task.add_done_callback(lambda _: theirs.close())  # also when it was cancelled before its first step
         return Endpoint(ours, environment.key, environment.spec, {"FAKE": "1"})
 
     async def kill_guest(self, id: str) -> None:
@@ -175,12 +176,12 @@ class _Operation:
 
     async def send(self, channel: int, data: bytes) -> None:
         while data:
+            self.credit.clear()
             data = data[self.session.wire.send(self.number, channel, data) :]
             await self.session.flush()
             if data and not self.session.wire.is_open(self.number):
                 raise asyncio.CancelledError
             if data:
-                self.credit.clear()
                 await self.credit.wait()
 
     async def receive(self) -> bytes:
@@ -263,7 +264,6 @@ async def _serve(environment: _Environment, sock: socket.socket) -> None:
             if task not in environment.execs:
                 task.cancel()
             operation.credit.set()
-        sock.close()
 
 
 # -- files ----------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ fn vectors(name: &str) -> Json {
 
 fn bytes(json: &Json) -> Vec<u8> {
     let hex = json.as_str().unwrap();
-    assert!(hex.len() % 2 == 0);
+    assert!(hex.len().is_multiple_of(2));
     (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
 }
 
