@@ -15,7 +15,7 @@ SUDO_KEEPS := PATH,CARGO_HOME,RUSTUP_HOME,CI
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo --preserve-env=$(SUDO_KEEPS))
 
 RUST_SOURCES := $(wildcard Cargo.toml Cargo.lock) $(shell find crates -name '*.rs' -o -name Cargo.toml)
-ENGINE_SOURCES := scripts/build-sandboxd $(shell find crates/engine -name '*.py' -o -name pyproject.toml)
+ENGINE_SOURCES := $(shell find crates/engine -name '*.py' -o -name pyproject.toml)
 
 ##@ Use
 .PHONY: quickstart
@@ -35,8 +35,12 @@ $(STAMPS)/venv: | $(STAMPS)/system
 	    bash -c 'test -x $(BIN)/python || "$$(scripts/find-python)" -m venv $(VENV)'
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/engine: $(RUST_SOURCES) $(ENGINE_SOURCES) $(STAMPS)/venv
-	@$(STEP) "Daemon (Rust, a minute or two the first time)" "If it is the network, run make again." \
+$(STAMPS)/sandboxd: scripts/build-sandboxd $(RUST_SOURCES) $(STAMPS)/system
+	@$(STEP) "Daemon (Rust, a minute or two the first time)" "If it is the network, run make again." scripts/build-sandboxd
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/engine: $(ENGINE_SOURCES) $(STAMPS)/sandboxd | $(STAMPS)/venv
+	@$(STEP) "Daemon's package" "If it is the network, run make again." \
 	    $(BIN)/python -m pip install --disable-pip-version-check --force-reinstall --no-deps ./crates/engine
 	@mkdir -p $(@D) && touch $@
 
