@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -77,6 +78,16 @@ def test_the_local_server_is_its_users_alone_and_knows_no_secret_of_its_caller(l
 )
 def test_the_exit_code_is_the_commands(local: Local, box: str, command: list[str], code: int) -> None:
     assert local.run("exec", box, "--", *command).returncode == code
+
+
+@pytest.mark.parametrize("flag", [[], ["--json"]])
+@pytest.mark.parametrize(("program", "code"), [("no-such-program", 127), ("/etc/passwd", 126)])
+def test_a_program_that_cannot_start_is_named(local: Local, box: str, program: str, code: int, flag: list[str]) -> None:
+    done = local.run("exec", *flag, box, "--", program)
+    assert done.returncode == code
+    told = json.loads(done.stdout)["stderr"] if flag else done.stderr
+    assert told.startswith(f"{program}: ")
+    assert told.count("\n") == 1
 
 
 def test_output_is_kept_apart_and_as_it_was_written(local: Local) -> None:

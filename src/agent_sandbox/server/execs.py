@@ -132,6 +132,8 @@ class Lines:
         """Encode what the decoders still hold, and the end."""
         tails = ((name, decoder.decode(b"", final=True)) for name, decoder in self._decoders.items())
         lines = [_line({"type": name, "data": text}) for name, text in tails if text]
+        if why := _why(event):
+            lines.append(_line({"type": "stderr", "data": why}))
         end = {"type": "exit", "exit_code": exit_status(event), "timed_out": event.timed_out}
         return b"".join([*lines, _line({**end, "duration_ms": duration_ms})])
 
@@ -195,11 +197,16 @@ def _line(value: dict[str, Any]) -> bytes:
     return (line if line.isascii() else json.dumps(value, separators=(",", ":")).encode("ascii")) + b"\n"
 
 
+def _why(exit: ExecExit) -> str:
+    """Say why a command could not start where a shell would: the fixed shapes have no field for it."""
+    return f"{exit.message}\n" if exit.message else ""
+
+
 def _finished(result: CommandResult) -> Response:
     return JsonReply(
         models.ExecResult(
             stdout=result.stdout.decode("utf-8", "replace"),
-            stderr=result.stderr.decode("utf-8", "replace"),
+            stderr=result.stderr.decode("utf-8", "replace") + _why(result.exit),
             exit_code=exit_status(result.exit),
             timed_out=result.exit.timed_out,
             truncated=result.truncated,
