@@ -72,7 +72,7 @@ test-fast: setup ## Run the Python tests that need neither root nor a runtime
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
 	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check .
-	@$(STEP) "mypy" "See the types above." $(BIN)/mypy
+	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts/generate.py crates/engine/src
 	@$(STEP) "import order" "See [tool.importlinter] in pyproject.toml." $(BIN)/lint-imports
 	@$(STEP) "cargo fmt" "Run: make format" cargo fmt --all --check
 	@$(STEP) "cargo clippy" "See the lints above." \
