@@ -37,6 +37,8 @@ use tokio::time::{Instant, sleep_until};
 const MAX_DRAIN: usize = 1 << 20;
 /// The supervisor's own bound is 5 s.
 const KILL_TIME: Duration = Duration::from_secs(6);
+/// More strings than these the kernel never takes: their pointers alone fill its share of an 8 MiB stack.
+const MAX_STRINGS: usize = 262_144;
 /// Longer deadlines are this long: a year.
 const MAX_TIMEOUT_MS: u64 = 366 * 24 * 3600 * 1000;
 
@@ -52,6 +54,9 @@ impl Request {
         let Value::Array(list) = args.get("argv")? else {
             return Err(wrong("argv is not an array"));
         };
+        if list.len() > MAX_STRINGS {
+            return Err(wrong("argv has too many elements"));
+        }
         let mut argv = Vec::with_capacity(list.len());
         for value in list.iter() {
             match value {
@@ -66,6 +71,9 @@ impl Request {
         let Value::Array(list) = args.get("env")? else {
             return Err(wrong("env is not an array"));
         };
+        if argv.len() + list.len() > MAX_STRINGS {
+            return Err(wrong("argv and env have too many elements"));
+        }
         let mut env = Vec::with_capacity(list.len());
         for pair in list.iter() {
             let Value::Array(pair) = pair else {

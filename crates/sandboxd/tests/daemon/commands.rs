@@ -67,6 +67,11 @@ fn what_cannot_start_says_why() {
     for argv in [&[][..], &[empty], &[nul]] {
         assert_eq!(run(argv).error(), "invalid_request");
     }
+    assert_eq!(
+        run(&vec![&b"x"[..]; 300_000]).error(),
+        "invalid_request",
+        "more strings than the kernel takes"
+    );
     fs::write(host.file("script"), "no interpreter line").unwrap();
     fs::set_permissions(host.file("script"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let script = run(&[&host.at("script")]);
