@@ -15,6 +15,7 @@ from agent_sandbox_engine import sandboxd_path
 
 from agent_sandbox.cli import quickstart
 from tests.e2e.local import Local
+from tests.e2e.serving import free_port
 
 pytestmark = pytest.mark.real
 
@@ -105,6 +106,21 @@ def test_the_readmes_command_prints_42(local: Local) -> None:
     assert len(commands) == 1
     done = subprocess.run(["bash", "-c", commands[0]], env=local.environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "42\n")
+
+
+def test_a_server_with_keys_lets_in_who_has_one(tmp_path: Path) -> None:
+    port, key = str(free_port()), "k" * 24
+    local = Local(tmp_path / "data", AGENT_SANDBOX_API_KEYS=key)
+    with local.start("serve", "--host", "127.0.0.1", "--port", port) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == f"agent-sandbox listens on http://127.0.0.1:{port}\n".encode()
+        local.environ |= {"AGENT_SANDBOX_URL": f"http://127.0.0.1:{port}", "AGENT_SANDBOX_API_KEY": key}
+        assert local.json("ls") == []
+        local.environ["AGENT_SANDBOX_API_KEY"] = "x" * 24
+        assert local.run("ls").returncode == 66
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=30)
+    assert server.returncode == 0
 
 
 def test_the_tutorial_works_as_written(local: Local, tmp_path: Path) -> None:

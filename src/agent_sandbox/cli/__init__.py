@@ -13,6 +13,8 @@ def main() -> None:
         from agent_sandbox.cli.app import main as run
 
         code = run()
+    except KeyboardInterrupt:
+        code = 130
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:

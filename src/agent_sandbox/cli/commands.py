@@ -44,8 +44,8 @@ def run(
 ) -> None:
     """Run one command in a sandbox of its own: create, run with live output, destroy.
 
-    Ends with the command's exit code; 125 when the error is ours. Ctrl-C kills the command and destroys the sandbox, a
-    second one leaves at once.
+    Ends with the command's exit code; 125 when the error is ours. The command's standard input is empty. Ctrl-C kills
+    the command and destroys the sandbox, a second one leaves at once.
     """
     variables = options.environment(env)
     ttl = None if timeout is None else math.ceil(timeout) + TTL_SLACK_SECONDS
@@ -81,7 +81,8 @@ def exec_(
 ) -> None:
     """Run a command in a sandbox that exists, with live output.
 
-    Ends with the command's exit code; 125 when the error is ours. Ctrl-C kills the command; the sandbox stays.
+    Ends with the command's exit code; 125 when the error is ours. The command's standard input is empty. Ctrl-C kills
+    the command; the sandbox stays.
     """
     variables = options.environment(env)
     if command[0] == "--" and len(command) > 1:  # options end with SANDBOX, so the parser hands this one on
