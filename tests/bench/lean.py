@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from typing import Any
 
@@ -26,6 +27,9 @@ class Lean:
 
     def request(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> tuple[int, bytes]:
         """Send one request and return status and body."""
+        if select.select([self._socket], [], [], 0)[0]:  # closed by the server while it was idle
+            self._socket.close()
+            self._socket = self._connect()
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {self._key}\r\n"
             f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
