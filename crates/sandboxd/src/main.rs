@@ -70,6 +70,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     harden()?;
     let open_files = raise_open_files();
     let config = Config::load(config)?;
+    // With a workspace elsewhere this is a test on somebody's machine, whose devices stay as they are.
     if config.workspace == b"/workspace" {
         keep_fuse_private()?;
     }
