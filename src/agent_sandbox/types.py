@@ -18,6 +18,7 @@ NetworkPolicy = Literal["none", "full", "allowlist"]
 LimitName = Literal["cpus", "memory", "pids", "disk", "network"]
 FileType = Literal["file", "directory", "symlink", "other"]
 Stream = Literal["stdout", "stderr"]
+ChangeKind = Literal["created", "modified", "removed", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,70 @@ ExecEvent = ExecOutput | ExecExit
 
 
 @dataclass(frozen=True, slots=True)
+class TerminalSize:
+    """The size of a terminal in characters; each 1 to 65,535."""
+
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecRequest:
+    """A command that is to be kept as an object under ``id``.
+
+    ``env`` is the exec's own part. ``id`` is 1 to 64 characters of ``a-z0-9-`` and unique in the sandbox; ``tag`` is a
+    text of the caller's. ``tty`` gives it a terminal of that size, whose input is standard input.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str
+    timeout_seconds: float
+    id: str
+    tag: str = ""
+    stdin: bool = False
+    tty: TerminalSize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecStarted:
+    """The program runs; ``pid`` is its process id inside the sandbox (0 where it could not be started)."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecGap:
+    """``bytes`` of output that this reader will not get: they had left the ring before it came to them."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecStatus:
+    """A command as an object. ``started_at`` is in seconds since the epoch.
+
+    Output is numbered from 0 over both streams: ``cursor`` is the number of the next byte, ``first`` that of the
+    oldest one which can still be read. ``argv`` may be cut after 4,096 bytes. ``exit`` is there once ``running`` is
+    false.
+    """
+
+    id: str
+    tag: str
+    argv: tuple[str, ...]
+    pid: int
+    started_at: float
+    running: bool
+    tty: bool
+    cursor: int
+    first: int
+    exit: ExecExit | None
+
+
+AttachEvent = ExecStarted | ExecOutput | ExecGap | ExecExit
+
+
+@dataclass(frozen=True, slots=True)
 class FileEntry:
     """One name in a directory. ``size`` is in bytes, ``mode`` the permission bits, ``mtime_ns`` since the epoch."""
 
@@ -117,6 +182,31 @@ class FileEntry:
     size: int
     mode: int
     mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileChange:
+    """One change that a watch has seen; ``to`` is the new name of what was moved."""
+
+    kind: ChangeKind
+    path: str
+    to: str | None
+    directory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChangesLost:
+    """More changed than the watch could tell: look again at everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class GuestStats:
+    """What the daemon counts: processes alive inside, commands it knows, its own memory, output held in rings."""
+
+    processes: int
+    execs: int
+    memory_bytes: int
+    ring_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

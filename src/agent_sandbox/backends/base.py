@@ -25,16 +25,26 @@ Paths are absolute, normalized, and ``str`` with surrogate escapes.
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import NoReturn, Protocol, Self
 
+from agent_sandbox.errors import UnsupportedError
 from agent_sandbox.types import (
+    AttachEvent,
     Capabilities,
+    ChangesLost,
     EnvironmentInfo,
     ExecEvent,
+    ExecRequest,
+    ExecStatus,
     ExportReport,
+    FileChange,
     FileEntry,
+    GuestStats,
     ResolvedImage,
     SandboxSpec,
+    TerminalSize,
 )
 
 ByteSink = Callable[[bytes], Awaitable[None]]
@@ -44,8 +54,39 @@ ByteSource = AsyncIterator[bytes]
 """Yields a byte stream piece by piece."""
 
 
+class Tunnel(Protocol):
+    """A connection to a server inside a sandbox. Each direction is used by one task at a time."""
+
+    async def receive(self) -> bytes:
+        """The next bytes as they come; empty once the other side has ended its direction, and from then on.
+
+        Waits as long as the connection lives. Raises :class:`BackendError` when it broke.
+        """
+
+    async def send(self, data: bytes) -> None:
+        """Send all of ``data``; waits while the server inside takes nothing.
+
+        Raises :class:`ConflictError` after :meth:`send_eof` or once the server inside has closed the connection.
+        """
+
+    async def send_eof(self) -> None:
+        """End this side's direction; what comes from the other side can still be received."""
+
+    def close(self) -> None:
+        """Close the connection at once, in both directions. May be called again."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Close it."""
+
+
 class Backend(abc.ABC):
-    """One isolation technology. See the rules above; each method says what is particular to it."""
+    """One isolation technology. See the rules above; each method says what is particular to it.
+
+    Methods from :meth:`open_exec` on belong to backends with the capability ``guest``; others inherit the refusal. They
+    all raise :class:`NotFoundError` for an unknown environment and :class:`BackendError` where the guest fails.
+    """
 
     name: str
     capabilities: Capabilities
@@ -147,3 +188,167 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def import_workspace(self, id: str, src: ByteSource, max_bytes: int) -> None:
         """Extract such a stream into the empty workspace of a freshly created environment."""
+
+    # -- commands as objects ------------------------------------------------------------
+
+    def open_exec(self, id: str, request: ExecRequest) -> AsyncGenerator[AttachEvent, None]:
+        """Start a command that is kept under its id, as its one lossless reader.
+
+        Yields :class:`ExecStarted`, output as it arrives, then one :class:`ExecExit`; a program that cannot be started
+        gives only the exit, 127 or 126. A slow reader holds the command back. Closing the generator early ends the
+        command's whole tree; a wire that breaks does not: the command goes on and :meth:`attach_exec` reads it.
+
+        :class:`ConflictError` for an id that is taken, :class:`InvalidRequestError` for a missing ``workdir``,
+        :class:`LimitExceededError` when the sandbox has no room for another command.
+        """
+        self._no_guest()
+
+    async def start_exec(self, id: str, request: ExecRequest) -> int:
+        """Start a command that nobody has to read, and return its pid once the program runs.
+
+        It survives this process. One that cannot be started is an object too: it has ended with 127 or 126 and a
+        message. Its output goes to the ring, which keeps the newest 1 MiB. Errors are those of :meth:`open_exec`.
+        """
+        self._no_guest()
+
+    def attach_exec(
+        self, id: str, exec_id: str, *, cursor: int = 0, follow: bool = True
+    ) -> AsyncGenerator[AttachEvent, None]:
+        """Read a command's output from the byte ``cursor`` on, then what comes, then its :class:`ExecExit`.
+
+        :class:`ExecGap` stands for bytes that are no longer in the ring. Without ``follow`` it ends where the output
+        ends now, with an exit only if the command has ended. A reader never holds the command back, and closing it
+        changes nothing. Waits as long as the command does. :class:`NotFoundError` for an unknown ``exec_id``,
+        :class:`InvalidRequestError` for a cursor ahead of the output.
+        """
+        self._no_guest()
+
+    async def list_execs(self, id: str) -> list[ExecStatus]:
+        """Every command that is kept, oldest first: those that run and the last 1,000 that ended.
+
+        Works when the sandbox can start no process.
+        """
+        self._no_guest()
+
+    async def exec_status(self, id: str, exec_id: str) -> ExecStatus:
+        """One command. :class:`NotFoundError` when there is none of this id."""
+        self._no_guest()
+
+    async def write_stdin(self, id: str, exec_id: str, src: ByteSource) -> int:
+        """Send bytes to a command's standard input and return how many it took; the input stays open.
+
+        Waits while the command does not read. :class:`NotFoundError` when there is no such command, when it has ended,
+        or when its standard input is closed or was never asked for.
+        """
+        self._no_guest()
+
+    async def close_stdin(self, id: str, exec_id: str) -> None:
+        """End a command's standard input behind what was sent before. Errors are those of :meth:`write_stdin`."""
+        self._no_guest()
+
+    async def signal_exec(self, id: str, exec_id: str, signal: int) -> int:
+        """Send a signal (1 to 64) to every process of a command's tree; return how many that were.
+
+        :class:`NotFoundError` when it has ended. Works when the sandbox can start no process.
+        """
+        self._no_guest()
+
+    async def resize_exec(self, id: str, exec_id: str, size: TerminalSize) -> None:
+        """Change the size of a command's terminal.
+
+        :class:`InvalidRequestError` when it has none, :class:`NotFoundError` when it has ended.
+        """
+        self._no_guest()
+
+    async def forget_exec(self, id: str, exec_id: str) -> None:
+        """End a command with its whole tree if it runs, and forget it. :class:`NotFoundError` when there is none."""
+        self._no_guest()
+
+    # -- files in full -----------------------------------------------------------------
+
+    async def stat_file(self, id: str, path: str, *, follow: bool = True) -> FileEntry:
+        """One file's entry; links are followed inside the sandbox if ``follow``. :class:`NotFoundError` else."""
+        self._no_guest()
+
+    async def make_directory(self, id: str, path: str, mode: int, *, parents: bool = True) -> FileEntry:
+        """Create a directory beneath ``/workspace``; with ``parents`` those too, and one that exists is fine.
+
+        Without: :class:`ConflictError` for a name that is taken, :class:`NotFoundError` for a missing parent.
+        """
+        self._no_guest()
+
+    async def move_file(self, id: str, source: str, target: str, *, replace: bool = True) -> FileEntry:
+        """Give a file or directory beneath ``/workspace`` another name, as rename(2) does; return its new entry.
+
+        :class:`ConflictError` where the target exists and ``replace`` is false, or is a directory that is not empty.
+        """
+        self._no_guest()
+
+    async def remove_file(self, id: str, path: str, *, recursive: bool = False) -> int:
+        """Remove a name beneath ``/workspace`` and return how many entries went; a link itself, not its target.
+
+        :class:`ConflictError` for a directory that is not empty unless ``recursive``. The workspace itself stays.
+        """
+        self._no_guest()
+
+    async def change_mode(self, id: str, path: str, mode: int) -> FileEntry:
+        """Change the permission bits (at most 0o7777) of a file beneath ``/workspace``."""
+        self._no_guest()
+
+    def open_file(
+        self, id: str, path: str, *, offset: int = 0, length: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Stream a regular file's bytes from ``offset`` on, at most ``length`` of them; nothing holds it whole.
+
+        Errors are those of :meth:`read_file`, before the first byte; an offset behind the end gives no bytes.
+        """
+        self._no_guest()
+
+    async def store_file(self, id: str, path: str, src: ByteSource, mode: int) -> FileEntry:
+        """As :meth:`write_file`, from a stream that may be larger than memory.
+
+        When ``src`` raises, nothing is written and the error passes through.
+        """
+        self._no_guest()
+
+    async def export_directory(self, id: str, path: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        """As :meth:`export_workspace`, for a directory beneath ``/workspace``; names are relative to it."""
+        self._no_guest()
+
+    async def import_directory(self, id: str, path: str, src: ByteSource, max_bytes: int) -> None:
+        """Extract a tar stream into a directory beneath ``/workspace``, which is made where it is missing.
+
+        Existing files are replaced. When ``src`` raises, the error passes through; what was extracted stays.
+        """
+        self._no_guest()
+
+    def watch(
+        self, id: str, path: str, *, recursive: bool = True, ready: asyncio.Event | None = None
+    ) -> AsyncGenerator[FileChange | ChangesLost, None]:
+        """Yield what changes beneath a directory of the sandbox, until the generator is closed.
+
+        The first ``anext`` establishes the watch and waits for the first change; ``ready`` is set in between, when
+        every later change will be seen. Nothing is yielded before. :class:`NotFoundError` and
+        :class:`InvalidRequestError` for the path, :class:`LimitExceededError` above 16 watches or 8,192 directories.
+        """
+        self._no_guest()
+
+    # -- ports and the daemon ------------------------------------------------------------
+
+    async def dial(self, id: str, *, port: int | None = None, path: str | None = None) -> Tunnel:
+        """Connect to a TCP port of the sandbox's loopback or to a unix socket inside; exactly one of both.
+
+        Needs no network. :class:`NotFoundError` when nobody listens there.
+        """
+        self._no_guest()
+
+    async def guest_stats(self, id: str) -> GuestStats:
+        """What the daemon counts now."""
+        self._no_guest()
+
+    async def sync(self, id: str) -> None:
+        """Return once everything written to the workspace's filesystem is on its storage."""
+        self._no_guest()
+
+    def _no_guest(self) -> NoReturn:
+        raise UnsupportedError("guest", self.name)
