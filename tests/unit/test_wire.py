@@ -201,6 +201,27 @@ def test_streams_are_limited_and_given_back() -> None:
     assert isinstance(daemon.receive(too_many)[-1], wire.Violation)
 
 
+def test_a_note_comes_between_two_pieces_of_output_and_costs_credit() -> None:
+    client, daemon = pair()
+    number = client.open("exec.attach", {"id": "a"})
+    daemon.receive(take(client))
+    note = wire.pack_note({"gap": 7})
+    assert daemon.send(number, 1, b"one") == 3
+    assert daemon.send(number, wire.CHANNEL_NOTE, note) == len(note)
+    assert daemon.send(number, 2, b"two") == 3
+    events = client.receive(take(daemon))
+    assert events == [wire.Data(number, 1, b"one"), wire.Data(number, 4, note), wire.Data(number, 2, b"two")]
+    assert wire.unpack_note(note) == {"gap": 7}
+    left = daemon.send(number, 1, b"x" * WINDOW)
+    assert left == WINDOW - 4 - (len(note) + 1) - 4 - -(-WINDOW // 65_536)
+
+
+@pytest.mark.parametrize("note", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x81\x01\x02", b"\x80\x80", b"\x81\xa3gap"])
+def test_a_note_that_is_not_one_map_is_refused(note: bytes) -> None:
+    with pytest.raises(wire.ProtocolError):
+        wire.unpack_note(note)
+
+
 def test_ping_is_answered_and_goaway_ends() -> None:
     client, daemon = pair()
     client.ping(b"abcdefgh")

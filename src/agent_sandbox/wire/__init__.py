@@ -4,6 +4,7 @@ from agent_sandbox.wire.connection import (
     CHANNEL_ARGS,
     CHANNEL_ERR,
     CHANNEL_IN,
+    CHANNEL_NOTE,
     CHANNEL_OUT,
     GENERATION,
     MAX_DATA,
@@ -19,6 +20,8 @@ from agent_sandbox.wire.connection import (
     Ready,
     Reset,
     Violation,
+    pack_note,
+    unpack_note,
 )
 from agent_sandbox.wire.frames import Frame, FrameDecoder, Kind, ProtocolError, encode_frame
 
@@ -26,6 +29,7 @@ __all__ = [
     "CHANNEL_ARGS",
     "CHANNEL_ERR",
     "CHANNEL_IN",
+    "CHANNEL_NOTE",
     "CHANNEL_OUT",
     "GENERATION",
     "MAX_DATA",
@@ -46,4 +50,6 @@ __all__ = [
     "Reset",
     "Violation",
     "encode_frame",
+    "pack_note",
+    "unpack_note",
 ]

@@ -44,7 +44,7 @@ MAX_HELLO = 1_024
 NONCE_SIZE = 32
 MAX_DATA = 65_535
 """Most bytes of one DATA frame beside its channel."""
-CHANNEL_IN, CHANNEL_OUT, CHANNEL_ERR, CHANNEL_ARGS = 0, 1, 2, 3
+CHANNEL_IN, CHANNEL_OUT, CHANNEL_ERR, CHANNEL_ARGS, CHANNEL_NOTE = 0, 1, 2, 3, 4
 
 Role = Literal["client", "daemon"]
 
@@ -67,7 +67,11 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Bytes on a channel. The receiver calls ``consumed(stream, len(data) + 1)`` once it has taken them."""
+    """Bytes on a channel. The receiver calls ``consumed(stream, len(data) + 1)`` once it has taken them.
+
+    A note (channel 4) stays packed until its reader calls :func:`unpack_note`: as objects, maps may be some hundred
+    times larger than the credit that holds their sender back.
+    """
 
     stream: int
     channel: int
@@ -466,6 +470,16 @@ def _decode_map(payload: bytes) -> dict[str, Any]:
     return value
 
 
+def pack_note(fields: Mapping[str, Any]) -> bytes:
+    """The bytes of one note, to be sent whole in one DATA frame on channel 4."""
+    return _encode_map(fields)
+
+
+def unpack_note(data: bytes) -> dict[str, Any]:
+    """The map of one DATA frame on channel 4. Raises :class:`ProtocolError` when it is none."""
+    return _decode_map(data)
+
+
 def _text(fields: dict[str, Any], name: str) -> str:
     value = fields.get(name, "")
     if not isinstance(value, str):
@@ -488,7 +502,7 @@ def _nonce(fields: dict[str, Any]) -> bytes:
 
 
 def _channel(channel: int, *, to_responder: bool, arguments: bool) -> int:
-    allowed = (CHANNEL_IN, CHANNEL_ARGS) if to_responder else (CHANNEL_OUT, CHANNEL_ERR)
+    allowed = (CHANNEL_IN, CHANNEL_ARGS) if to_responder else (CHANNEL_OUT, CHANNEL_ERR, CHANNEL_NOTE)
     if channel not in allowed or (channel == CHANNEL_ARGS and not arguments):
         raise ProtocolError(f"channel {channel} in this direction")
     return channel
