@@ -126,6 +126,22 @@ class Backend(abc.ABC):
         to be removed goes in the background, and ``list_ids`` shows the id until it is gone.
         """
 
+    async def start_environment(self, id: str) -> None:
+        """Start a stopped environment again: the same spec, image content and workspace, with an empty ``/tmp``.
+
+        Succeeds when it runs already. A failure leaves it stopped, the workspace kept. :class:`NotFoundError` for
+        unknown ids, :class:`ConflictError` while another change of it is under way.
+        """
+        raise UnsupportedError("stop", self.name)
+
+    async def stop_environment(self, id: str) -> None:
+        """End every process of the environment and free what it holds of the host, but keep its workspace.
+
+        Succeeds when it is stopped already. ``list_ids`` goes on showing it; commands and file operations fail with
+        a typed error until :meth:`start_environment`. Errors as there.
+        """
+        raise UnsupportedError("stop", self.name)
+
     @abc.abstractmethod
     async def list_ids(self) -> list[str]:
         """Every environment id for which the backend still holds resources, stopped ones included."""
