@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pathlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -10,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent_sandbox import guest as guest_module
 from agent_sandbox import wire
 from agent_sandbox.errors import (
     BackendError,
+    ConflictError,
     ConnectionLostError,
     ForbiddenError,
     InvalidRequestError,
@@ -22,7 +23,7 @@ from agent_sandbox.errors import (
     PayloadTooLargeError,
     SandboxError,
 )
-from agent_sandbox.guest import ERRORS, Guest, GuestStalled
+from agent_sandbox.guest import ERRORS, Guest, GuestStalled, limits
 from agent_sandbox.types import ExecExit, ExecOutput
 
 KEY = os.urandom(32)
@@ -126,6 +127,7 @@ async def test_an_exit_that_cannot_be_is_an_error_and_never_a_success(lie: dict[
         ("not_found", NotFoundError),
         ("workdir", InvalidRequestError),
         ("permission", ForbiddenError),
+        ("conflict", ConflictError),
         ("too_large", PayloadTooLargeError),
         ("no_space", LimitExceededError),
         ("exhausted", LimitExceededError),
@@ -144,9 +146,8 @@ async def test_every_error_of_the_wire_is_typed(code: str, kind: type[SandboxErr
 
 
 def test_the_table_of_errors_is_that_of_the_page() -> None:
-    page = (guest_module.__file__ or "").rpartition("/src/")[0] + "/spec/wire.md"
-    with open(page) as text:  # noqa: PTH123
-        rows = text.read().rpartition("| error code | meaning |")[2]
+    page = pathlib.Path(__file__).parents[2] / "spec" / "wire.md"
+    rows = page.read_text().rpartition("| error code | meaning |")[2]
     assert {line.split("`")[1] for line in rows.splitlines() if line.startswith("| `")} == set(ERRORS)
 
 
@@ -183,7 +184,7 @@ async def test_more_bytes_than_asked_for_are_refused() -> None:
 
 
 async def test_an_endless_listing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module, "MAX_LISTING_ENTRIES", 1_000)
+    monkeypatch.setattr(limits, "MAX_LISTING_ENTRIES", 1_000)
     page = msgspec.msgpack.encode([ENTRY] * 100)
 
     async def liar(daemon: Daemon, event: wire.Event) -> None:
@@ -271,7 +272,7 @@ async def test_a_daemon_that_opens_streams_is_told_no() -> None:
 
 
 async def test_a_daemon_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module, "MAX_BACKLOG", 100_000)
+    monkeypatch.setattr(limits, "MAX_BACKLOG", 100_000)
 
     async def liar(daemon: Daemon, event: wire.Event) -> None:
         if isinstance(event, wire.Opened):
@@ -285,8 +286,8 @@ async def test_a_daemon_that_does_not_read_is_dropped(monkeypatch: pytest.Monkey
 
 
 async def test_silence_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(guest_module, "EXEC_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "EXEC_GRACE_SECONDS", 0.2)
 
     async def liar(daemon: Daemon, event: wire.Event) -> None:
         pass
@@ -301,7 +302,7 @@ async def test_silence_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_output_without_end_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest_module, "AFTER_DEADLINE_BYTES", 1_000_000)
+    monkeypatch.setattr(limits, "AFTER_DEADLINE_BYTES", 1_000_000)
 
     async def liar(daemon: Daemon, event: wire.Event) -> None:
         if isinstance(event, wire.Opened | wire.Credit):

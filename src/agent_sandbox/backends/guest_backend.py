@@ -10,16 +10,30 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
-import signal
+import signal as signals
 import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from agent_sandbox.backends.base import Backend, ByteSink, ByteSource
+from agent_sandbox.backends.base import Backend, ByteSink, ByteSource, Tunnel
 from agent_sandbox.errors import BackendError, ConflictError
-from agent_sandbox.guest import HELLO_SECONDS, Guest, GuestStalled
-from agent_sandbox.types import WORKSPACE, ExecEvent, ExecExit, ExportReport, FileEntry, SandboxSpec
+from agent_sandbox.guest import HELLO_SECONDS, Guest, GuestStalled, Program
+from agent_sandbox.types import (
+    WORKSPACE,
+    AttachEvent,
+    ChangesLost,
+    ExecEvent,
+    ExecExit,
+    ExecRequest,
+    ExecStatus,
+    ExportReport,
+    FileChange,
+    FileEntry,
+    GuestStats,
+    SandboxSpec,
+    TerminalSize,
+)
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -97,40 +111,140 @@ class GuestBackend(Backend):
         timeout_seconds: float,
     ) -> AsyncGenerator[ExecEvent, None]:
         link = await self._link(id)
-        whole = {**link.env, **env}
-        pairs = [(os.fsencode(name), os.fsencode(value)) for name, value in whole.items()]
         killed_before = self.oom_kills(id)
-        command = link.guest.exec([os.fsencode(arg) for arg in argv], pairs, os.fsencode(workdir), timeout_seconds)
-        try:
-            async with aclosing(command) as events:
-                async for event in events:
-                    if isinstance(event, ExecExit):
-                        event = replace(event, oom_killed=self._out_of_memory(id, event, killed_before))
-                    yield event
-        except GuestStalled as error:
-            await self.kill_guest(id)
-            raise BackendError(f"{error.message}; every process of the sandbox was ended") from error
+        command = link.guest.exec(_argv(argv), _environment(link, env), os.fsencode(workdir), timeout_seconds)
+        async with self._host_ends(id), aclosing(command) as events:
+            async for event in events:
+                if isinstance(event, ExecExit):
+                    event = replace(event, oom_killed=self._out_of_memory(id, event, killed_before))
+                yield event
+
+    async def open_exec(self, id: str, request: ExecRequest) -> AsyncGenerator[AttachEvent, None]:
+        link = await self._link(id)
+        killed_before = self.oom_kills(id)
+        async with self._host_ends(id), aclosing(link.guest.open_exec(_program(link, request))) as events:
+            async for event in events:
+                if isinstance(event, ExecExit):
+                    event = replace(event, oom_killed=self._out_of_memory(id, event, killed_before))
+                yield event
+
+    async def start_exec(self, id: str, request: ExecRequest) -> int:
+        link = await self._link(id)
+        async with self._host_ends(id):
+            return await link.guest.start_exec(_program(link, request))
+
+    async def attach_exec(
+        self, id: str, exec_id: str, *, cursor: int = 0, follow: bool = True
+    ) -> AsyncGenerator[AttachEvent, None]:
+        guest = await self._guest(id)
+        async with self._host_ends(id), aclosing(guest.attach_exec(exec_id, cursor, follow)) as events:
+            async for event in events:
+                yield _as_known(event) if isinstance(event, ExecExit) else event
+
+    async def list_execs(self, id: str) -> list[ExecStatus]:
+        return [_status(status) for status in await (await self._guest(id)).list_execs()]
+
+    async def exec_status(self, id: str, exec_id: str) -> ExecStatus:
+        return _status(await (await self._guest(id)).exec_status(exec_id))
+
+    async def write_stdin(self, id: str, exec_id: str, src: ByteSource) -> int:
+        return await (await self._guest(id)).write_stdin(exec_id, src)
+
+    async def close_stdin(self, id: str, exec_id: str) -> None:
+        await (await self._guest(id)).close_stdin(exec_id)
+
+    async def signal_exec(self, id: str, exec_id: str, signal: int) -> int:
+        guest = await self._guest(id)
+        async with self._host_ends(id):
+            return await guest.signal_exec(exec_id, signal)
+
+    async def resize_exec(self, id: str, exec_id: str, size: TerminalSize) -> None:
+        await (await self._guest(id)).resize_exec(exec_id, size)
+
+    async def forget_exec(self, id: str, exec_id: str) -> None:
+        guest = await self._guest(id)
+        async with self._host_ends(id):
+            await guest.forget_exec(exec_id)
 
     def _out_of_memory(self, id: str, end: ExecExit, before: int | None) -> bool | None:
-        if end.timed_out or (end.signal != signal.SIGKILL and end.code != 128 + signal.SIGKILL):
+        if not _killed(end):
             return False
         now = self.oom_kills(id)
         return None if now is None or before is None else now > before
 
+    @asynccontextmanager
+    async def _host_ends(self, id: str) -> AsyncIterator[None]:
+        """Where the daemon cannot end a command, the host ends every process of the sandbox."""
+        try:
+            yield
+        except GuestStalled as error:
+            await self.kill_guest(id)
+            raise BackendError(f"{error.message}; every process of the sandbox was ended") from error
+
     async def read_file(self, id: str, path: str, max_bytes: int) -> bytes:
         return await (await self._guest(id)).read_file(os.fsencode(path), max_bytes)
+
+    async def open_file(
+        self, id: str, path: str, *, offset: int = 0, length: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        guest = await self._guest(id)
+        async with aclosing(guest.open_file(os.fsencode(path), offset, length)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def write_file(self, id: str, path: str, data: bytes, mode: int) -> FileEntry:
         return await (await self._guest(id)).write_file(os.fsencode(path), data, mode)
 
+    async def store_file(self, id: str, path: str, src: ByteSource, mode: int) -> FileEntry:
+        return await (await self._guest(id)).store_file(os.fsencode(path), src, mode)
+
     async def list_files(self, id: str, path: str) -> list[FileEntry]:
         return await (await self._guest(id)).list_files(os.fsencode(path))
 
+    async def stat_file(self, id: str, path: str, *, follow: bool = True) -> FileEntry:
+        return await (await self._guest(id)).stat(os.fsencode(path), follow=follow)
+
+    async def make_directory(self, id: str, path: str, mode: int, *, parents: bool = True) -> FileEntry:
+        return await (await self._guest(id)).make_directory(os.fsencode(path), mode, parents=parents)
+
+    async def move_file(self, id: str, source: str, target: str, *, replace: bool = True) -> FileEntry:
+        return await (await self._guest(id)).move_file(os.fsencode(source), os.fsencode(target), replace=replace)
+
+    async def remove_file(self, id: str, path: str, *, recursive: bool = False) -> int:
+        return await (await self._guest(id)).remove_file(os.fsencode(path), recursive=recursive)
+
+    async def change_mode(self, id: str, path: str, mode: int) -> FileEntry:
+        return await (await self._guest(id)).change_mode(os.fsencode(path), mode)
+
     async def export_workspace(self, id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
-        return await (await self._guest(id)).export_workspace(dest, max_bytes)
+        return await (await self._guest(id)).export_tar(os.fsencode(WORKSPACE), dest, max_bytes)
 
     async def import_workspace(self, id: str, src: ByteSource, max_bytes: int) -> None:
-        await (await self._guest(id)).import_workspace(src, max_bytes)
+        await (await self._guest(id)).import_tar(os.fsencode(WORKSPACE), src, max_bytes)
+
+    async def export_directory(self, id: str, path: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        return await (await self._guest(id)).export_tar(os.fsencode(path), dest, max_bytes)
+
+    async def import_directory(self, id: str, path: str, src: ByteSource, max_bytes: int) -> None:
+        await (await self._guest(id)).import_tar(os.fsencode(path), src, max_bytes)
+
+    async def watch(
+        self, id: str, path: str, *, recursive: bool = True, ready: asyncio.Event | None = None
+    ) -> AsyncGenerator[FileChange | ChangesLost, None]:
+        guest = await self._guest(id)
+        async with aclosing(guest.watch(os.fsencode(path), recursive=recursive, ready=ready)) as changes:
+            async for change in changes:
+                yield change
+
+    async def dial(self, id: str, *, port: int | None = None, path: str | None = None) -> Tunnel:
+        guest = await self._guest(id)
+        return await guest.dial(port=port, path=None if path is None else os.fsencode(path))
+
+    async def guest_stats(self, id: str) -> GuestStats:
+        return await (await self._guest(id)).stats()
+
+    async def sync(self, id: str) -> None:
+        await (await self._guest(id)).sync()
 
     # -- the wire ------------------------------------------------------------------------
 
@@ -168,3 +282,38 @@ class GuestBackend(Backend):
             self._links[id] = task.result()
         else:
             task.result().guest.close()
+
+
+def _argv(argv: Sequence[str]) -> list[bytes]:
+    return [os.fsencode(arg) for arg in argv]
+
+
+def _environment(link: _Link, env: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(os.fsencode(name), os.fsencode(value)) for name, value in {**link.env, **env}.items()]
+
+
+def _program(link: _Link, request: ExecRequest) -> Program:
+    return Program(
+        _argv(request.argv),
+        _environment(link, request.env),
+        os.fsencode(request.workdir),
+        request.timeout_seconds,
+        request.id,
+        request.tag,
+        request.stdin,
+        request.tty,
+    )
+
+
+def _killed(end: ExecExit) -> bool:
+    """Whether the kernel may have ended it for want of memory."""
+    return not end.timed_out and (end.signal == signals.SIGKILL or end.code == 128 + signals.SIGKILL)
+
+
+def _as_known(end: ExecExit) -> ExecExit:
+    """An exit that is looked at later: why it was killed is not known any more."""
+    return replace(end, oom_killed=None if _killed(end) else False)
+
+
+def _status(status: ExecStatus) -> ExecStatus:
+    return status if status.exit is None else replace(status, exit=_as_known(status.exit))
