@@ -120,8 +120,8 @@ class TerminalSize:
 class ExecRequest:
     """A command that is to be kept as an object under ``id``.
 
-    ``env`` is the exec's own part. ``id`` is 1 to 64 characters of ``a-z0-9-`` and unique in the sandbox; ``tag`` is a
-    text of the caller's. ``tty`` gives it a terminal of that size, whose input is standard input.
+    ``env`` is the exec's own part. ``id`` is 1 to 64 characters of ``a-z0-9-`` and unique in the sandbox; ``tag`` is
+    the caller's own text, at most 256 bytes. ``tty`` gives it a terminal of that size, whose input is standard input.
     """
 
     argv: tuple[str, ...]
@@ -154,7 +154,7 @@ class ExecStatus:
 
     Output is numbered from 0 over both streams: ``cursor`` is the number of the next byte, ``first`` that of the
     oldest one which can still be read. ``argv`` may be cut after 4,096 bytes. ``exit`` is there once ``running`` is
-    false.
+    false, unless the command could not be ended as it should and its exit is not known.
     """
 
     id: str

@@ -192,8 +192,8 @@ def _start_args(program: Program) -> dict[str, Any]:
     }
     if program.id:
         args["id"] = _checked_id(program.id, InvalidRequestError)
-    if len(program.tag) > limits.MAX_TAG:
-        raise InvalidRequestError(f"the tag of a command has at most {limits.MAX_TAG} characters")
+    if len(program.tag.encode()) > limits.MAX_TAG:
+        raise InvalidRequestError(f"the tag of a command has at most {limits.MAX_TAG} bytes")
     optional: Mapping[str, Any] = {"tag": program.tag, "stdin": program.stdin}
     args |= {name: value for name, value in optional.items() if value}
     if program.tty is not None:

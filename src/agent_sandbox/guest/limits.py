@@ -22,3 +22,4 @@ MAX_REPLAY_BYTES = 4 * 1024 * 1024
 """Of one attachment that does not follow: a ring of 1 MiB, and what came into it meanwhile."""
 MAX_PATH = 4_095
 MAX_TAG = 256
+"""In bytes: a tag is kept and listed with each status."""

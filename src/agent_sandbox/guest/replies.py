@@ -169,6 +169,7 @@ class _Status(msgspec.Struct):
     first: Count
     tag: str = ""
     exit: Exit | None = None
+    error: dict[str, Any] | None = None
 
 
 class _Change(msgspec.Struct):
@@ -257,9 +258,9 @@ def statuses_of(piece: bytes) -> list[ExecStatus]:
 
 
 def _status(told: _Status) -> ExecStatus:
-    if not EXEC_ID.fullmatch(told.id) or not told.argv or len(told.tag) > limits.MAX_TAG:
+    if not EXEC_ID.fullmatch(told.id) or not told.argv or len(told.tag.encode()) > limits.MAX_TAG:
         raise BackendError("the sandbox's daemon listed a command that cannot be")
-    if told.first > told.cursor or told.running != (told.exit is None):
+    if told.first > told.cursor or told.running != (told.exit is None and told.error is None):
         raise BackendError("the sandbox's daemon contradicts itself about a command")
     return ExecStatus(
         id=told.id,

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from agent_sandbox.backends.fake.daemon import serve
-from agent_sandbox.backends.fake.state import Environment, File
+from agent_sandbox.backends.fake.state import Environment, File, Tree
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import NotFoundError, SandboxError, UnsupportedError
@@ -52,7 +52,8 @@ class FakeBackend(GuestBackend):
             raise UnsupportedError("writable_rootfs", self.name)
         if spec.network != "none":
             raise UnsupportedError("network", self.name)
-        environment = Environment(spec, os.urandom(32), {WORKSPACE: File(None, 0o755), "/tmp": File(None, 0o1777)})
+        files = Tree({WORKSPACE: File(None, 0o755), "/tmp": File(None, 0o1777)})
+        environment = Environment(spec, os.urandom(32), files)
         self.environments[id] = environment
         try:
             await asyncio.sleep(0)

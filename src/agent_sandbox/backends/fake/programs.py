@@ -9,7 +9,7 @@ import posixpath
 import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_sandbox.backends.fake.state import Environment, File, make_directories, put
 from agent_sandbox.types import WORKSPACE
@@ -28,6 +28,12 @@ class Process:
     cwd: str
     out: Callable[[bytes], Awaitable[None]]
     err: Callable[[bytes], Awaitable[None]]
+    input: Callable[[], Awaitable[bytes]] | None
+    """The next bytes of standard input; ``None`` where it is empty."""
+    terminal: Callable[[], Mapping[str, int] | None]
+
+    def exists(self) -> bool:
+        return posixpath.basename(self.argv[0]) in PROGRAMS
 
     def path(self, name: str) -> str:
         return posixpath.normpath(posixpath.join(self.cwd, name))
@@ -66,7 +72,7 @@ async def _sh(process: Process) -> int:
 async def _simple(shell: Process, words: list[str]) -> int:
     expand = re.compile(r"\$(\$|\w+)")
     words = [expand.sub(lambda m: "1" if m[1] == "$" else shell.env.get(m[1], ""), word) for word in words]
-    process = Process(shell.environment, words, shell.env, shell.cwd, shell.out, shell.err)
+    process = replace(shell, argv=words)
     if len(words) > 2 and words[-2] in (">", ">>"):
         target, kept = shell.path(words[-1]), bytearray()
         if words[-2] == ">>" and target in shell.environment.files:
@@ -105,13 +111,51 @@ async def _echo(process: Process) -> int:
     return 0
 
 
+async def _copy(process: Process) -> bytes:
+    copied = bytearray()
+    while process.input is not None and (data := await process.input()):
+        copied += data
+        await process.out(data)
+    return bytes(copied)
+
+
 async def _cat(process: Process) -> int:
+    if not process.argv[1:]:
+        await _copy(process)
     for name in process.argv[1:]:
         file = process.environment.files.get(process.path(name))
         if file is None or file.data is None:
             await process.err(f"cat: {name}: {os.strerror(errno.ENOENT)}\n".encode())
             return 1
         await process.out(file.data)
+    return 0
+
+
+async def _tee(process: Process) -> int:
+    copied = await _copy(process)
+    for name in process.argv[1:]:
+        put(process.environment, process.path(name), copied, 0o644)
+    return 0
+
+
+async def _stty(process: Process) -> int:
+    size = process.terminal()
+    if process.argv[1:] != ["size"] or size is None:
+        await process.err(f"stty: 'standard input': {os.strerror(errno.ENOTTY)}\n".encode())
+        return 1
+    await process.out(f"{size['rows']} {size['cols']}\n".encode())
+    return 0
+
+
+async def _echo_server(process: Process) -> int:
+    """Answer on a port, or at a path, what was sent; for as long as it runs."""
+    where = int(process.argv[1]) if process.argv[1].isdigit() else process.path(process.argv[1])
+    process.environment.listeners.add(where)
+    try:
+        await process.out(b"listening\n")
+        await asyncio.Event().wait()
+    finally:
+        process.environment.listeners.discard(where)
     return 0
 
 
@@ -172,6 +216,7 @@ Program = Callable[[Process], Awaitable[int]]
 PROGRAMS: Mapping[str, Program] = {
     "cat": _cat,
     "echo": _echo,
+    "echo-server": _echo_server,
     "exit": _leave,
     "false": _false,
     "kill": _kill,
@@ -181,6 +226,8 @@ PROGRAMS: Mapping[str, Program] = {
     "rm": _rm,
     "sh": _sh,
     "sleep": _sleep,
+    "stty": _stty,
+    "tee": _tee,
     "true": _true,
     "yes": _yes,
 }

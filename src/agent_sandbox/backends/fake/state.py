@@ -7,10 +7,17 @@ import errno
 import os
 import posixpath
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent_sandbox.types import WORKSPACE, SandboxSpec
+from agent_sandbox.types import WORKSPACE, ChangeKind, SandboxSpec
+
+if TYPE_CHECKING:
+    from agent_sandbox.backends.fake.execs import Command
+
+Watcher = Callable[[ChangeKind, str, str | None, bool], None]
+"""Takes what happened, the path, the new one of a move, and whether it is a directory."""
 
 
 @dataclass
@@ -22,14 +29,47 @@ class File:
     mtime_ns: int = field(default_factory=time.time_ns)
 
 
+class Tree(dict[str, File]):
+    """All files by path. What changes is told to the watchers."""
+
+    def __init__(self, files: dict[str, File]) -> None:
+        super().__init__(files)
+        self.watchers: set[Watcher] = set()
+
+    def tell(self, kind: ChangeKind, path: str, to: str | None, file: File) -> None:
+        for watcher in self.watchers:
+            watcher(kind, path, to, file.data is None)
+
+    def __setitem__(self, path: str, file: File) -> None:
+        kind: ChangeKind = "modified" if path in self else "created"
+        super().__setitem__(path, file)
+        self.tell(kind, path, None, file)
+
+    def __delitem__(self, path: str) -> None:
+        file = self[path]
+        super().__delitem__(path)
+        self.tell("removed", path, None, file)
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a file, or a directory with all that is beneath it."""
+        file = self[source]
+        for path in [path for path in self if path == source or path.startswith(source + "/")]:
+            super().__setitem__(target + path[len(source) :], self[path])
+            super().__delitem__(path)
+        self.tell("moved", source, target, file)
+
+
 @dataclass
 class Environment:
     spec: SandboxSpec
     key: bytes
-    files: dict[str, File]
+    files: Tree
     running: bool = True
     connections: set[asyncio.Task[None]] = field(default_factory=set)
     execs: set[asyncio.Task[Any]] = field(default_factory=set)
+    commands: dict[str, Command] = field(default_factory=dict)
+    listeners: set[int | str] = field(default_factory=set)
+    pids: int = 1
 
 
 class Failure(Exception):
@@ -64,10 +104,15 @@ def entry(path: str, file: File) -> dict[str, Any]:
     }
 
 
-def put(environment: Environment, path: str, data: bytes, mode: int) -> File:
+def beneath(path: str) -> str:
+    """A path that may be changed: one beneath the workspace, not the workspace itself."""
     if not path.startswith(WORKSPACE + "/"):
-        raise Failure("invalid_request", f"{path}: files are written beneath {WORKSPACE} only")
-    make_directories(environment, posixpath.dirname(path))
+        raise Failure("invalid_request", f"{path}: only what is beneath {WORKSPACE} is changed")
+    return path
+
+
+def put(environment: Environment, path: str, data: bytes, mode: int) -> File:
+    make_directories(environment, posixpath.dirname(beneath(path)))
     old = environment.files.get(path)
     if old is not None and old.data is None:
         raise Failure("invalid_request", f"{path}: {os.strerror(errno.EISDIR)}")
@@ -76,9 +121,16 @@ def put(environment: Environment, path: str, data: bytes, mode: int) -> File:
 
 
 def make_directories(environment: Environment, path: str) -> None:
-    for parent in [path, *_parents(path)]:
-        if environment.files.setdefault(parent, File(None, 0o755)).data is not None:
+    for parent in reversed([path, *_parents(path)]):
+        if parent not in environment.files:
+            environment.files[parent] = File(None, 0o755)
+        elif environment.files[parent].data is not None:
             raise Failure("invalid_request", f"{parent}: {os.strerror(errno.ENOTDIR)}")
+
+
+def children(environment: Environment, path: str) -> list[str]:
+    """Every path beneath a directory, in order."""
+    return sorted(known for known in environment.files if known.startswith(path.rstrip("/") + "/"))
 
 
 def _parents(path: str) -> list[str]:
