@@ -1,4 +1,4 @@
-"""``image import|ls|rm``: root filesystems on this machine.
+"""``image import|pull|ls|inspect|rm``: root filesystems on this machine.
 
 These commands work on the data directory itself, so they run where the server runs, as its user, whether the server
 runs or not. What sandboxes and snapshots stand on is read from the server's state and is not removed.
@@ -7,48 +7,95 @@ runs or not. What sandboxes and snapshots stand on is read from the server's sta
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import options, output
+from agent_sandbox.cli import exit_codes, options, output
 from agent_sandbox.cli.exit_codes import NeedsRootError
 from agent_sandbox.config import Settings, load_settings
-from agent_sandbox.errors import ConflictError
+from agent_sandbox.errors import ConflictError, InvalidRequestError, SandboxError
 
 if TYPE_CHECKING:
-    from agent_sandbox.images import ImageStore
+    from agent_sandbox.images import ImageInfo, ImageStore, Source
     from agent_sandbox.images.sources import Progress
+
+
+class Kind(StrEnum):
+    """The kinds of sources, as ``--kind`` takes them."""
+
+    DIR = "dir"
+    TAR = "tar"
+    OCI = "oci"
+    DOCKER_ARCHIVE = "docker-archive"
+    REGISTRY = "registry"
+
+
+AuthFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--authfile", help="Registry credentials, as skopeo login writes them; skopeo's default else.", metavar="FILE"
+    ),
+]
+NameArgument = Annotated[str, typer.Argument(help="The name that sandboxes ask for, such as debian:12.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     image = typer.Typer(help="Manage the images of this machine.", no_args_is_help=True, rich_markup_mode=None)
     image.command("import")(import_)
-    image.command("ls")(ls)
-    image.command("rm")(rm)
+    for command in (pull, ls, inspect, rm):
+        image.command()(command)
     app.add_typer(image, name="image")
 
 
 def import_(
-    name: Annotated[str, typer.Argument(help="The name that sandboxes ask for, such as debian:12.")],
-    source: Annotated[Path, typer.Argument(help="A directory or tar archive of a root filesystem.")],
+    name: NameArgument,
+    source: Annotated[
+        str,
+        typer.Argument(help="Directory or tar of a root filesystem, OCI layout, docker save archive, or docker://…"),
+    ],
+    kind: Annotated[
+        Kind | None, typer.Option("--kind", help="What the source is, when it shall not be guessed.")
+    ] = None,
+    ref: Annotated[
+        str, typer.Option("--ref", help="Tag of the image to take from an archive or layout of several.", metavar="TAG")
+    ] = "",
+    authfile: AuthFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Import a root filesystem under a digest of its content, and let a name lead to it."""
+    """Import an image under a digest of its content, and let a name lead to it."""
+    from agent_sandbox.images import find_source
+
     store, _ = _store()
-    with _progress() as progress:
-        info = store.import_image(name, source, progress)
-    if as_json:
-        output.data(dataclasses.asdict(info))
-    else:
-        output.line(f"{info.name} {info.digest} {info.entries} entries, {output.size(info.file_bytes)}")
+    _import(store, name, find_source(source, kind.value if kind else None, ref, authfile), as_json)
+
+
+def pull(
+    reference: Annotated[
+        str, typer.Argument(help="[docker://][HOST/]PATH[:TAG][@sha256:…]; docker.io without a host.")
+    ],
+    name: Annotated[str | None, typer.Option("--name", help="The name to give it; the reference itself else.")] = None,
+    authfile: AuthFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Pull an image from a registry, by skopeo."""
+    from agent_sandbox.images import find_source
+    from agent_sandbox.images.references import parse_registry_reference
+
+    if name is None:
+        try:
+            name = parse_registry_reference(reference).local_name()
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{error.message}; or give the image a --name") from error
+    store, _ = _store()
+    _import(store, name, find_source(reference, "registry", authfile=authfile), as_json)
 
 
 def ls(as_json: options.Json = False) -> None:
@@ -56,7 +103,7 @@ def ls(as_json: options.Json = False) -> None:
     store, _ = _store()
     found = store.list()
     if as_json:
-        output.data([dataclasses.asdict(info) for info in found])
+        output.data([_summary(info) for info in found])
         return
     output.table(
         ("NAME", "DIGEST", "SIZE", "CREATED"),
@@ -65,19 +112,56 @@ def ls(as_json: options.Json = False) -> None:
                 info.name or "-",
                 info.digest or "-",
                 output.size(info.file_bytes) if info.digest else "-",
-                datetime.fromtimestamp(info.created_at, UTC).isoformat(timespec="seconds") if info.created_at else "-",
+                _time(info.created_at) if info.created_at else "-",
             ]
             for info in found
         ],
     )
 
 
-def rm(names: Annotated[list[str], typer.Argument(help="Names or digests of images.", metavar="NAME...")]) -> None:
-    """Remove images. One that a sandbox or a snapshot stands on stays, and is an error."""
+def inspect(
+    name: Annotated[str, typer.Argument(help="Name or digest of an image.")], as_json: options.Json = False
+) -> None:
+    """Show what is known of an image. Of its config only the environment has an effect: see the how-to page."""
+    store, _ = _store()
+    info = store.inspect(name)
+    if as_json:
+        output.data(_details(info))
+        return
+    rows: list[tuple[str, object]] = [("name", info.name or "-"), ("digest", info.digest or "-")]
+    rows += [("manifest", digest) for digest in info.manifests]
+    if info.digest:
+        rows += [("size", output.size(info.file_bytes)), ("entries", info.entries), ("created", _time(info.created_at))]
+    rows += [("env", f"{key}={value}") for key, value in info.config.env.items()]
+    if info.config.user:
+        rows.append(("user", f"{info.config.user} (not used: commands run as the sandbox user)"))
+    for key, value in _ignored(info).items():
+        rows.append((key, f"{value if isinstance(value, str) else ' '.join(value)} (not used)"))
+    output.table(("FIELD", "VALUE"), rows)
+
+
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Names or digests of images.", metavar="NAME...")],
+    as_json: options.Json = False,
+) -> None:
+    """Remove images. One that a sandbox or a snapshot stands on stays, and is an error.
+
+    Goes through the whole list; ends with the code of the first error.
+    """
     store, settings = _store()
     state = settings.data_dir / "state.db"
+    first, removed = exit_codes.OK, []
     for name in names:
-        store.remove(name, asyncio.run(_digests_in_use(state)) if state.exists() else ())
+        try:
+            store.remove(name, lambda: asyncio.run(_digests_in_use(state)) if state.exists() else ())
+        except SandboxError as error:
+            output.note(error.message)
+            first = first or exit_codes.of(error)
+        else:
+            removed.append(name)
+    if as_json:
+        output.data({"removed": removed})
+    raise typer.Exit(first)
 
 
 def _store() -> tuple[ImageStore, Settings]:
@@ -87,6 +171,37 @@ def _store() -> tuple[ImageStore, Settings]:
     if os.geteuid() != 0:
         raise NeedsRootError("images are kept in the server's data directory, which needs root: run with sudo")
     return ImageStore(settings.data_dir, *settings.sandbox_ids()), settings
+
+
+def _import(store: ImageStore, name: str, source: Source, as_json: bool) -> None:
+    with _progress() as progress:
+        info = store.import_image(name, source, progress)
+    if as_json:
+        output.data(_details(info))
+    else:
+        output.line(f"{info.name} {info.digest} {info.entries} entries, {output.size(info.file_bytes)}")
+
+
+def _summary(info: ImageInfo) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in ("name", "digest", "file_bytes", "entries", "created_at")}
+
+
+def _details(info: ImageInfo) -> dict[str, Any]:
+    config = info.config
+    more = {"env": dict(config.env), "user": config.user, "ignored": _ignored(info), "manifests": list(info.manifests)}
+    return {**_summary(info), **more}
+
+
+def _ignored(info: ImageInfo) -> dict[str, str | list[str]]:
+    """What the image asks for and does not get."""
+    config = info.config
+    found: dict[str, str | list[str]] = {"working_dir": config.working_dir, "entrypoint": list(config.entrypoint)}
+    found |= {"command": list(config.command), "volumes": list(config.volumes)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 async def _digests_in_use(state: Path) -> set[str]:
@@ -111,12 +226,21 @@ async def _digests_in_use(state: Path) -> set[str]:
 def _progress() -> Iterator[Progress]:
     """Yield what an import reports to; on a terminal it is a progress bar on the standard error."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda phase, done, total: None
         return
-    with Progress(TextColumn("{task.description:<8}"), BarColumn(), DownloadColumn(), console=console) as bar:
-        task = bar.add_task("read")
-        yield lambda phase, done, total: bar.update(task, description=phase, completed=done, total=total or None)
+    columns = (TextColumn("{task.description:<8}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                for task in tasks.values():
+                    bar.stop_task(task)
+                tasks[phase] = bar.add_task(phase)
+            bar.update(tasks[phase], completed=done, total=total or None)
+
+        yield progress

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,9 @@ MAX_ENTRIES = 2_000_000
 """Ten times a full desktop installation: a bound on what a hostile archive may make of inodes."""
 MAX_BYTES = 64 << 30
 """Of file contents: above the largest machine-learning images in use."""
-_PATH_BYTES, _PATH_PARTS = 4095, 256
+_PATH_BYTES, MAX_DEPTH = 4095, 256
 """The kernel's limit, and a depth far above real trees that keeps walks from recursing without end."""
+_ENTRIES_BETWEEN_CHECKS = 256
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
 _O_DIRECTORY_PATH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -33,6 +34,14 @@ _CONTRADICTIONS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENOTEMPTY, er
 """What the kernel says when a path of the source leads through a link to nowhere, through a file, and so on."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check_size(entries: int, file_bytes: int) -> None:
+    """Raise :class:`LimitExceededError` above the limits of this module."""
+    if entries > MAX_ENTRIES:
+        raise LimitExceededError(f"the image holds more than {MAX_ENTRIES} entries")
+    if file_bytes > MAX_BYTES:
+        raise LimitExceededError(f"the image holds more than {MAX_BYTES >> 30} GiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +133,14 @@ class Tree:
 class TreeWriter:
     """Fills a :class:`Tree` entry by entry; a later entry of the same name replaces the earlier.
 
-    Owners are set when this process is root. :class:`InvalidRequestError` for paths that cannot be right,
-    :class:`LimitExceededError` above the limits of this module, :class:`OSError` of the host.
+    Owners are set when this process is root. ``room`` is called now and then and may raise.
+    :class:`InvalidRequestError` for paths that cannot be right, :class:`LimitExceededError` above the limits of this
+    module, :class:`OSError` of the host.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, room: Callable[[], None] = lambda: None) -> None:
         self._tree = tree
+        self._room = room
         self._entries = 0
         self._bytes = 0
         self._directories: list[tuple[bytes, Meta]] = []
@@ -154,8 +165,8 @@ class TreeWriter:
                 for piece in content:
                     size += len(piece)
                     self._bytes += len(piece)
-                    if self._bytes > MAX_BYTES:
-                        raise LimitExceededError(f"the image holds more than {MAX_BYTES >> 30} GiB")
+                    check_size(self._entries, self._bytes)
+                    self._room()
                     if piece.count(0) == len(piece):
                         file.seek(size)
                     else:
@@ -222,8 +233,9 @@ class TreeWriter:
 
     def _admit(self, path: bytes) -> bytes:
         self._entries += 1
-        if self._entries > MAX_ENTRIES:
-            raise LimitExceededError(f"the image holds more than {MAX_ENTRIES} entries")
+        check_size(self._entries, self._bytes)
+        if self._entries % _ENTRIES_BETWEEN_CHECKS == 0:
+            self._room()
         return _normalize(path)
 
     def _own(self, descriptor: int, meta: Meta) -> None:
@@ -244,7 +256,7 @@ def _explained(path: bytes) -> Iterator[None]:
 def _normalize(path: bytes) -> bytes:
     """A path relative to the root without empty and ``.`` parts. :class:`InvalidRequestError` for ``..`` and NUL."""
     parts = [part for part in path.split(b"/") if part not in (b"", b".")]
-    if b".." in parts or b"\0" in path or len(path) > _PATH_BYTES or len(parts) > _PATH_PARTS:
+    if b".." in parts or b"\0" in path or len(path) > _PATH_BYTES or len(parts) > MAX_DEPTH:
         raise InvalidRequestError(f"the image holds a path that leads out of it, or too deep: {_shown(path)}")
     return b"/".join(parts)
 

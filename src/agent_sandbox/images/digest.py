@@ -39,8 +39,9 @@ def summarize(root: Path, progress: Callable[[int], None]) -> TreeSummary:
     """Walk the tree at ``root``, following no link; ``progress`` gets the bytes read so far."""
     whole = hashlib.sha256(b"agent-sandbox tree 1\n")
     file_bytes = entries = 0
+    linked: dict[int, bytes] = {}
     base = os.fsencode(root)
-    for top, directories, files, descriptor in os.fwalk(base):
+    for top, directories, files, descriptor in os.fwalk(base, onerror=fail):
         above = top[len(base) :].strip(b"/")
         whole.update(_record(os.fstat(descriptor), above, b""))
         entries += 1
@@ -52,12 +53,19 @@ def summarize(root: Path, progress: Callable[[int], None]) -> TreeSummary:
             if stat.S_ISLNK(state.st_mode):
                 body = os.readlink(name, dir_fd=descriptor)
             elif stat.S_ISREG(state.st_mode):
-                body = _content(name, descriptor)
+                body = linked.get(state.st_ino) or _content(name, descriptor)
+                if state.st_nlink > 1:
+                    linked[state.st_ino] = body
                 file_bytes += state.st_size
                 progress(file_bytes)
             whole.update(_record(state, above + b"/" + name if above else name, body))
             entries += 1
     return TreeSummary(f"sha256:{whole.hexdigest()}", file_bytes, entries)
+
+
+def fail(error: OSError) -> None:
+    """End a walk that :func:`os.fwalk` would go on with."""
+    raise error
 
 
 def _record(state: os.stat_result, path: bytes, body: bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""Where imported images come from: a directory, or a tar of a root file system (plain, gzip, xz or zstd).
+"""Reading a root file system: from a directory, or from a tar (plain, gzip, xz or zstd).
 
-A source is read entry by entry into a :class:`~agent_sandbox.images.confined.TreeWriter`, which keeps it inside.
+It is read entry by entry into a :class:`~agent_sandbox.images.confined.TreeWriter`, which keeps it inside.
 Devices and sockets are left out: a sandbox gets its own ``/dev``. Extended attributes are left out as well, file
 capabilities among them: ``no_new_privs`` would make them void. A directory is read within its file system, so ``/proc``
 and the like come as empty directories.
@@ -8,6 +8,7 @@ and the like come as empty directories.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import lzma
 import os
@@ -22,28 +23,22 @@ from agent_sandbox.errors import InvalidRequestError
 from agent_sandbox.images.confined import Meta, TreeWriter
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(phase, done, total)`` with phases ``read`` and ``digest``; in bytes; total 0 where unknown."""
+"""Called as ``progress(phase, done, total)``, phases ``read`` or ``copy`` and ``unpack``, then ``digest``; in bytes.
+
+The total is 0 where it is unknown. An exception of it ends the import."""
 
 _PIECE = 256 * 1024
 _HEADER_BYTES = 1 << 20
 """Of one extended header or long name. Real ones are under 10 KiB; tarfile reads them into memory whole."""
 _REST_BYTES = 64 << 20
 """Of padding after the end; tar pads to 10 KiB, tapes to some MiB."""
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_WINDOW = 1 << 27
 """128 MiB, what ``zstd --long`` writes and readers accept by default."""
 
 
-def read_source(source: Path, writer: TreeWriter, progress: Progress) -> None:
-    """Fill ``writer`` from ``source``. :class:`InvalidRequestError` when it is neither kind, or damaged."""
-    if source.is_dir():
-        _read_directory(source, writer, progress)
-    elif source.is_file():
-        _read_tar(source, writer, progress)
-    else:
-        raise InvalidRequestError(f"{source} is neither a directory nor a tar archive")
-
-
-def _read_directory(source: Path, writer: TreeWriter, progress: Progress) -> None:
+def read_directory(source: Path, writer: TreeWriter, progress: Progress) -> None:
+    """Fill ``writer`` from a directory, within its file system."""
     device = source.stat().st_dev
     names: dict[tuple[int, int], bytes] = {}
     done = 0
@@ -107,30 +102,38 @@ class _Header(tarfile.TarInfo):
         return super()._proc_member(tarfile_)  # type: ignore[misc]
 
 
-def _read_tar(source: Path, writer: TreeWriter, progress: Progress) -> None:
+def read_tar(source: Path, writer: TreeWriter, progress: Progress, *, plain_files_only: bool = False) -> None:
+    """Fill ``writer`` from a tar. :class:`InvalidRequestError` when it is none, or damaged.
+
+    ``plain_files_only`` refuses everything but files and directories: what a packed image consists of.
+    """
     total = source.stat().st_size
-    names: set[str] = set()
+    with whole_tar(source), source.open("rb") as raw, decompressed(raw) as stream:
+        for archive, member in members(stream):
+            if plain_files_only and not (member.isfile() or member.isdir()):
+                raise InvalidRequestError(f"{source.name} holds {member.name[:200]!r}, which is no file")
+            _write_member(archive, member, writer)
+            progress("read", raw.tell(), total)
+        _check_rest(stream)
+
+
+def members(stream: IO[bytes]) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the entries of a tar as they come, without keeping them."""
+    with tarfile.open(
+        fileobj=stream, mode="r|", tarinfo=_Header, errors="surrogateescape", encoding="utf-8"
+    ) as archive:
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]
+            yield archive, member
+
+
+@contextlib.contextmanager
+def whole_tar(source: Path) -> Iterator[None]:
+    """Say :class:`InvalidRequestError` for a tar that ends early or cannot be read."""
     try:
-        with (
-            source.open("rb") as raw,
-            _decompressed(raw) as stream,
-            tarfile.open(
-                fileobj=stream, mode="r|", tarinfo=_Header, errors="surrogateescape", encoding="utf-8"
-            ) as archive,
-        ):
-            while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]
-                _write_member(archive, member, writer)
-                if len(names) < 64:
-                    names.add(member.name.removeprefix("./").partition("/")[0])
-                progress("read", raw.tell(), total)
-            _check_rest(stream)
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, _ZstdError) as error:
+        yield
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, ZstdError) as error:
         raise InvalidRequestError(f"{source.name} is not a whole tar archive: {error}") from error
-    if "oci-layout" in names or ({"manifest.json", "repositories"} & names and not {"usr", "bin", "etc"} & names):
-        raise InvalidRequestError(
-            f"{source.name} holds a packed image, not a root file system; unpack it first, or use docker export"
-        )
 
 
 def _write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, writer: TreeWriter) -> None:
@@ -167,23 +170,25 @@ def _check_rest(stream: IO[bytes]) -> None:
             raise tarfile.ReadError("too much follows its end")
 
 
-class _ZstdError(Exception):
+class ZstdError(Exception):
     """A damaged zstd stream, whichever library reads it."""
 
 
-def _decompressed(raw: IO[bytes]) -> IO[bytes]:
+def decompressed(raw: IO[bytes]) -> IO[bytes]:
+    """The stream inside a file: unpacked when it is gzip, xz or zstd, else the file itself."""
     magic = raw.read(6)
     raw.seek(0)
     if magic.startswith(b"\x1f\x8b"):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
     if magic == b"\xfd7zXZ\x00":
         return cast("IO[bytes]", lzma.LZMAFile(raw))
-    if magic.startswith(b"\x28\xb5\x2f\xfd"):
-        return _open_zstd(raw)
+    if magic.startswith(ZSTD_MAGIC):
+        return open_zstd(raw)
     return raw
 
 
-def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
+def open_zstd(raw: IO[bytes]) -> IO[bytes]:
+    """The stream inside a zstd file; reading raises :class:`ZstdError` when it is damaged."""
     try:
         import zstandard
     except ImportError as error:
@@ -204,6 +209,6 @@ def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
             try:
                 return self._stream.read(size)
             except zstandard.ZstdError as error:
-                raise _ZstdError(str(error)) from error
+                raise ZstdError(str(error)) from error
 
     return cast("IO[bytes]", Reader())
