@@ -4,6 +4,7 @@
 //! `/proc` is asked for its parent instead. Both ways make system calls only and allocate nothing: the
 //! supervisor uses them after a fork, and a sandbox whose processes or memory have run out must still be
 //! killable. The list may miss a child that appears while it is read, so callers repeat until there is none.
+//! [`everything`] is for those who need grandchildren too.
 
 use libc::{c_char, c_int, pid_t};
 
@@ -90,6 +91,23 @@ fn read(fd: c_int, buffer: &mut [u8]) -> usize {
 fn by_parent(each: &mut impl FnMut(pid_t)) {
     // SAFETY: a system call without arguments.
     let own = unsafe { libc::getpid() };
+    everything(|pid, seen| {
+        if seen.parent == own {
+            each(pid);
+        }
+    });
+}
+
+/// What `/proc` says of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seen {
+    pub parent: pid_t,
+    /// It has ended, or its first thread has.
+    pub zombie: bool,
+}
+
+/// Call `each` with every process that `/proc` shows.
+pub fn everything(mut each: impl FnMut(pid_t, Seen)) {
     let proc = Path::new().text(b"/proc").open(libc::O_RDONLY | libc::O_DIRECTORY);
     if proc < 0 {
         return;
@@ -112,9 +130,9 @@ fn by_parent(each: &mut impl FnMut(pid_t)) {
             }
             records = rest;
             if let Some(pid) = number(&record[19..])
-                && parent(pid) == Some(own)
+                && let Some(seen) = look(pid)
             {
-                each(pid);
+                each(pid, seen);
             }
         }
     }
@@ -131,9 +149,9 @@ fn number(name: &[u8]) -> Option<pid_t> {
     Some(digits.iter().fold(0, |n, &byte| n * 10 + pid_t::from(byte - b'0')))
 }
 
-/// The fourth field of `/proc/PID/stat`. The second is a name in brackets that may hold anything, so the last
-/// closing bracket counts.
-fn parent(pid: pid_t) -> Option<pid_t> {
+/// The third and fourth field of `/proc/PID/stat`. The second is a name in brackets that may hold anything, so the
+/// last closing bracket counts. `None` when there is no such process, or it is hidden.
+pub fn look(pid: pid_t) -> Option<Seen> {
     let stat = Path::new().text(b"/proc/").number(pid).text(b"/stat").open(libc::O_RDONLY);
     if stat < 0 {
         return None;
@@ -145,7 +163,8 @@ fn parent(pid: pid_t) -> Option<pid_t> {
     let text = &buffer[..count];
     let after = text.iter().rposition(|&byte| byte == b')')?;
     let mut fields = text[after + 1..].split(|&byte| byte == b' ').filter(|field| !field.is_empty());
-    number(fields.nth(1)?)
+    let zombie = matches!(fields.next()?, b"Z" | b"X");
+    Some(Seen { parent: number(fields.next()?)?, zombie })
 }
 
 #[cfg(test)]

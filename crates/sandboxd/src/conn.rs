@@ -53,6 +53,7 @@ pub struct Stream {
     /// Nothing of the peer's data is wanted.
     deaf: Cell<bool>,
     input: RefCell<VecDeque<Input>>,
+    arrived: Notify,
     wake: Notify,
 }
 
@@ -61,7 +62,7 @@ impl Stream {
         self.fate.get()
     }
 
-    /// Wait until something about the stream is different: credit, room, data, its fate.
+    /// Wait until something about the stream is different: credit, room, its fate. One task alone may wait.
     pub async fn changed(&self) {
         self.wake.notified().await;
     }
@@ -89,7 +90,7 @@ impl Stream {
         }
     }
 
-    /// Wait for the peer's next bytes. Taking them lets it send more.
+    /// Wait for the peer's next bytes. Taking them lets it send more. One task alone may wait.
     pub async fn input(&self) -> Result<Input, Gone> {
         loop {
             if self.fate.get() != Fate::Open {
@@ -98,7 +99,37 @@ impl Stream {
             if let Some(input) = self.take_input() {
                 return Ok(input);
             }
-            self.changed().await;
+            self.arrived.notified().await;
+        }
+    }
+
+    /// The same, also for what came before the connection was lost, and without letting the peer send more: that is
+    /// up to [`Stream::taken`].
+    pub async fn untaken_input(&self) -> Result<Input, Gone> {
+        loop {
+            if self.fate.get() == Fate::Reset {
+                return Err(Gone);
+            }
+            let input = self.input.borrow_mut().pop_front();
+            match (input, self.fate.get()) {
+                (Some(input), _) => return Ok(input),
+                (None, Fate::Open) => self.arrived.notified().await,
+                (None, _) => return Err(Gone),
+            }
+        }
+    }
+
+    /// Let the peer send as much again as the consumer has taken.
+    pub fn taken(&self, bytes: usize) {
+        self.conn.core.borrow_mut().consumed(self.id, bytes as u32 + 1);
+        self.conn.flush();
+    }
+
+    /// Take what has come as all that comes.
+    pub fn finish_input(&self) {
+        if !self.deaf.replace(true) {
+            self.input.borrow_mut().push_back(Input::Eof);
+            self.arrived.notify_one();
         }
     }
 
@@ -106,8 +137,7 @@ impl Stream {
     pub fn take_input(&self) -> Option<Input> {
         let input = self.input.borrow_mut().pop_front();
         if let Some(Input::Data(bytes)) = &input {
-            self.conn.core.borrow_mut().consumed(self.id, bytes.len() as u32 + 1);
-            self.conn.flush();
+            self.taken(bytes.len());
         }
         input
     }
@@ -116,6 +146,21 @@ impl Stream {
     pub fn send(&self, channel: u8, bytes: &[u8]) {
         if self.fate.get() == Fate::Open {
             self.conn.core.borrow_mut().data(self.id, channel, bytes);
+            self.conn.flush();
+        }
+    }
+
+    /// Wait for room and send a map on the channel for notes.
+    pub async fn note(&self, map: &[u8]) -> Result<(), Gone> {
+        self.wait_room(map.len() + 1).await?;
+        self.send(4, map);
+        Ok(())
+    }
+
+    /// Say that no more comes on a channel.
+    pub fn eof(&self, channel: u8) {
+        if self.fate.get() == Fate::Open {
+            self.conn.core.borrow_mut().eof(self.id, channel);
             self.conn.flush();
         }
     }
@@ -138,6 +183,8 @@ impl Stream {
             self.conn.core.borrow_mut().end_stream(self.id, map);
             self.conn.streams.borrow_mut().remove(&self.id);
             self.conn.flush();
+            // Somebody may still be feeding from it.
+            self.arrived.notify_one();
         }
     }
 
@@ -145,6 +192,7 @@ impl Stream {
         if self.fate.get() == Fate::Open {
             self.fate.set(fate);
         }
+        self.arrived.notify_one();
         self.wake.notify_one();
     }
 }
@@ -270,6 +318,7 @@ impl Conn {
                             fate: Cell::new(Fate::Open),
                             deaf: Cell::new(!operation.takes_input()),
                             input: RefCell::default(),
+                            arrived: Notify::new(),
                             wake: Notify::new(),
                         });
                         self.streams.borrow_mut().insert(id, stream.clone());
@@ -280,13 +329,13 @@ impl Conn {
                 Event::Data { stream: id, bytes, .. } => {
                     if let Some(stream) = stream(id).filter(|stream| !stream.deaf.get()) {
                         stream.input.borrow_mut().push_back(Input::Data(bytes.to_vec()));
-                        stream.wake.notify_one();
+                        stream.arrived.notify_one();
                     }
                 }
                 Event::Eof { stream: id, .. } => {
                     if let Some(stream) = stream(id).filter(|stream| !stream.deaf.get()) {
                         stream.input.borrow_mut().push_back(Input::Eof);
-                        stream.wake.notify_one();
+                        stream.arrived.notify_one();
                     }
                 }
                 Event::Credit { stream: id } => {

@@ -3,6 +3,7 @@
 use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
+use crate::exec::Objects;
 use crate::workers::{self, Workers};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::cell::{Cell, RefCell};
@@ -36,6 +37,7 @@ pub struct Daemon {
     pub started: Instant,
     /// For reading pipes; nobody holds it over an await.
     pub scratch: RefCell<Vec<u8>>,
+    pub objects: Objects,
     supervisors: RefCell<HashSet<i32>>,
     hunting: Cell<bool>,
     strangers: RefCell<VecDeque<Weak<Conn>>>,
@@ -54,6 +56,7 @@ impl Daemon {
             null,
             started: Instant::now(),
             scratch: RefCell::new(vec![0; SCRATCH]),
+            objects: Objects::default(),
             supervisors: RefCell::default(),
             hunting: Cell::new(false),
             strangers: RefCell::default(),

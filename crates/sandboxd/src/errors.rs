@@ -1,6 +1,6 @@
 //! Every error that an operation can answer, and the one table from the kernel's numbers to them.
 
-use crate::wire::error_map;
+use crate::wire::{error_inner, error_map};
 use rustix::io::Errno;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -9,6 +9,7 @@ pub enum Code {
     NotFound,
     Workdir,
     Permission,
+    Conflict,
     TooLarge,
     NoSpace,
     Exhausted,
@@ -24,6 +25,7 @@ impl Code {
             Code::NotFound => "not_found",
             Code::Workdir => "workdir",
             Code::Permission => "permission",
+            Code::Conflict => "conflict",
             Code::TooLarge => "too_large",
             Code::NoSpace => "no_space",
             Code::Exhausted => "exhausted",
@@ -37,6 +39,7 @@ impl Code {
         match errno {
             Errno::NOENT => Code::NotFound,
             Errno::ACCESS | Errno::PERM | Errno::ROFS => Code::Permission,
+            Errno::EXIST | Errno::NOTEMPTY => Code::Conflict,
             Errno::NOSPC | Errno::DQUOT => Code::NoSpace,
             Errno::FBIG => Code::TooLarge,
             Errno::NAMETOOLONG | Errno::LOOP | Errno::NOTDIR | Errno::ISDIR | Errno::TOOBIG => {
@@ -62,6 +65,11 @@ impl Failure {
 
     pub fn invalid(message: impl Into<String>) -> Failure {
         Failure::new(Code::InvalidRequest, message)
+    }
+
+    /// `{code, message}`.
+    pub fn inner(&self) -> Vec<u8> {
+        error_inner(self.code.name(), &self.message)
     }
 
     /// The encoded END map.
@@ -95,6 +103,8 @@ mod tests {
             (Errno::NOENT, "not_found"),
             (Errno::ACCESS, "permission"),
             (Errno::PERM, "permission"),
+            (Errno::EXIST, "conflict"),
+            (Errno::NOTEMPTY, "conflict"),
             (Errno::NOSPC, "no_space"),
             (Errno::DQUOT, "no_space"),
             (Errno::NAMETOOLONG, "invalid_request"),

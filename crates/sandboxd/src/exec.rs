@@ -8,124 +8,69 @@
 //!
 //! Output is read only as the client gives credit, so a slow reader holds the command back through its pipe and
 //! nothing piles up here. The end of a command is the end of its own process: what it left running keeps its
-//! supervisor, and its output is thrown away (Lingering). When the connection is lost the command goes on in
-//! the same states with its output thrown away; the deadline stays.
+//! supervisor, and its output is thrown away (Lingering). A command with an id keeps its newest output in a ring
+//! (`exec/object.rs`). When the connection is lost, or the command was detached, it goes on in the same states and
+//! nobody holds it back; the deadline stays.
 //!
 //! A deadline that passes after the command's own end changes nothing: the outcome is known and only its
 //! delivery waits for credit.
 
-use crate::conn::{Fate, Stream};
+mod input;
+mod object;
+pub mod ops;
+mod outcome;
+mod request;
+mod ring;
+mod start;
+mod tty;
+
+use crate::conn::{Fate, Input as Piece, Stream};
 use crate::daemon::{Daemon, SCRATCH};
-use crate::errors::{Code, Failure, words};
-use crate::launch::Plan;
-use crate::ops::Args;
-use crate::pack::{MapWriter, Value};
-use crate::supervisor::{self, Descriptors, KILL, REPORT_BYTES, Report, Stage};
+use crate::pack::MapWriter;
+use crate::supervisor::{KILL, REPORT_BYTES, Report, Stage};
+use input::{Fault, Input};
+use object::{End, Object};
+use outcome::{Exit, Facts};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
-use rustix::pipe::PipeFlags;
+use rustix::net::{RecvFlags, SendFlags};
 use std::future::pending;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::time::Duration;
-use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::task::yield_now;
+use tokio::task::{spawn_local, yield_now};
 use tokio::time::{Instant, sleep_until};
+
+pub use object::Objects;
+pub use request::{Request, id};
+pub use tty::Size;
 
 /// What may still come out of the pipes after the command's end.
 const MAX_DRAIN: usize = 1 << 20;
 /// The supervisor's own bound is 5 s.
 const KILL_TIME: Duration = Duration::from_secs(6);
-/// More strings than these the kernel never takes: their pointers alone fill its share of an 8 MiB stack.
-const MAX_STRINGS: usize = 262_144;
-/// Longer deadlines are this long: a year.
-const MAX_TIMEOUT_MS: u64 = 366 * 24 * 3600 * 1000;
 
-pub struct Request {
-    plan: Plan,
-    program: String,
-    timeout: Duration,
-}
-
-impl Request {
-    pub fn parse(args: &Args<'_>, daemon: &Daemon) -> Result<Request, Failure> {
-        let wrong = |text: &str| Failure::invalid(text);
-        let Value::Array(list) = args.get("argv")? else {
-            return Err(wrong("argv is not an array"));
-        };
-        if list.len() > MAX_STRINGS {
-            return Err(wrong("argv has too many elements"));
-        }
-        let mut argv = Vec::with_capacity(list.len());
-        for value in list.iter() {
-            match value {
-                Value::Bin(bytes) => argv.push(bytes.to_vec()),
-                _ => return Err(wrong("argv has an element that is not bytes")),
-            }
-        }
-        let program = match argv.first() {
-            Some(first) if !first.is_empty() => String::from_utf8_lossy(first).chars().take(200).collect(),
-            _ => return Err(wrong("argv has no command")),
-        };
-        let Value::Array(list) = args.get("env")? else {
-            return Err(wrong("env is not an array"));
-        };
-        if argv.len() + list.len() > MAX_STRINGS {
-            return Err(wrong("argv and env have too many elements"));
-        }
-        let mut env = Vec::with_capacity(list.len());
-        for pair in list.iter() {
-            let Value::Array(pair) = pair else {
-                return Err(wrong("env has an element that is not a pair"));
-            };
-            let mut pair = pair.iter();
-            let (Some(Value::Bin(key)), Some(Value::Bin(value)), None) =
-                (pair.next(), pair.next(), pair.next())
-            else {
-                return Err(wrong("env has an element that is not a pair of bytes"));
-            };
-            if key.is_empty() || key.contains(&b'=') {
-                return Err(wrong("env has a name that is empty or has a = in it"));
-            }
-            env.push([key, b"=", value].concat());
-        }
-        let timeout = args.uint("timeout_ms")?;
-        if timeout == 0 {
-            return Err(wrong("timeout_ms is 0"));
-        }
-        let cwd = args.path("cwd")?;
-        let user = (daemon.config.uid, daemon.config.gid);
-        let plan = Plan::new(argv, env, &cwd, user, daemon.open_files)
-            .ok_or_else(|| wrong("a NUL in argv or env"))?;
-        Ok(Request { plan, program, timeout: Duration::from_millis(timeout.min(MAX_TIMEOUT_MS)) })
-    }
-}
-
-/// One of the command's output pipes.
+/// Where the command's output comes from.
 struct Pipe {
-    fd: AsyncFd<OwnedFd>,
+    fd: Rc<AsyncFd<OwnedFd>>,
     channel: u8,
     /// It was found empty after the command's end.
     empty: bool,
 }
 
-struct Exit {
-    status: i32,
-    user_us: u64,
-    system_us: u64,
-    max_rss_kb: u64,
-    wall: Duration,
-}
-
 struct Running {
     daemon: Rc<Daemon>,
-    /// Where output goes; `None` when it is thrown away.
+    /// The stream that started it and holds it back; `None` when there is none any more.
     stream: Option<Rc<Stream>>,
+    object: Option<Rc<Object>>,
+    input: Rc<Input>,
+    detach: bool,
     program: String,
     started: Instant,
-    control: Option<AsyncFd<OwnedFd>>,
+    control: Option<Rc<AsyncFd<OwnedFd>>>,
     pipes: Vec<Pipe>,
+    /// The note that the command runs, until it has been sent.
+    news: Option<Vec<u8>>,
     failed: Option<(Stage, i32)>,
     exit: Option<Exit>,
     killing: Option<Instant>,
@@ -139,9 +84,14 @@ struct Running {
 /// Run a command from its start to the end of the last process that it left.
 pub async fn run(daemon: Rc<Daemon>, stream: Rc<Stream>, request: Request) {
     let timeout = request.timeout;
-    match start(&daemon, stream.clone(), request) {
+    let feeds = request.takes_input();
+    match start::start(&daemon, stream.clone(), request) {
         Ok(mut running) => {
-            drop(stream);
+            if feeds {
+                spawn_local(feed(running.input.clone(), stream, running.object.is_some()));
+            } else {
+                drop(stream);
+            }
             let deadline = running.started + timeout;
             running.command(deadline).await;
             running.linger().await;
@@ -150,60 +100,16 @@ pub async fn run(daemon: Rc<Daemon>, stream: Rc<Stream>, request: Request) {
     }
 }
 
-fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Running, Failure> {
-    let started = Instant::now();
-    let (stdout, stdout_child) = output_pipe()?;
-    let (stderr, stderr_child) = output_pipe()?;
-    let flags = SocketFlags::CLOEXEC;
-    let (control, control_child) =
-        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    rustix::io::ioctl_fionbio(&control, true)?;
-    let watch = |fd: OwnedFd| {
-        // SAFETY: an OwnedFd is open, stays the same, and is owned by the AsyncFd until that is dropped.
-        unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }
-            .map_err(|error| Failure::new(Code::Exhausted, error.to_string()))
-    };
-    let control = watch(control)?;
-    let pipes = [(1, stdout), (2, stderr)]
-        .into_iter()
-        .map(|(channel, fd)| Ok(Pipe { fd: watch(fd)?, channel, empty: false }))
-        .collect::<Result<Vec<_>, Failure>>()?;
-    let descriptors = Descriptors {
-        control: control_child.as_raw_fd(),
-        stdin: daemon.null.as_raw_fd(),
-        stdout: stdout_child.as_raw_fd(),
-        stderr: stderr_child.as_raw_fd(),
-    };
-    let pid = supervisor::spawn(&request.plan, &descriptors).map_err(|error| {
-        let errno = error.raw_os_error().unwrap_or(0);
-        Failure::new(
-            Code::of(Errno::from_raw_os_error(errno)),
-            format!("no process for a command: {}", words(errno)),
-        )
-    })?;
-    daemon.supervisor_started(pid);
-    Ok(Running {
-        daemon: daemon.clone(),
-        stream: Some(stream),
-        program: request.program,
-        started,
-        control: Some(control),
-        pipes,
-        failed: None,
-        exit: None,
-        killing: None,
-        killed: false,
-        stuck: false,
-        timed_out: false,
-        drained: 0,
-    })
-}
-
-/// A pipe whose reading end, ours, does not block.
-fn output_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
-    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-    rustix::io::ioctl_fionbio(&read, true)?;
-    Ok((read, write))
+/// Carry what comes on the stream that started a command to its standard input.
+async fn feed(input: Rc<Input>, stream: Rc<Stream>, named: bool) {
+    match input.feed(&stream, true).await {
+        Ok(_) => {}
+        // Nobody else can write to a command without an id.
+        Err(Fault::Gone) if !named => drop(input.close()),
+        Err(Fault::Gone) => {}
+        // A command that reads no more does not stop a client that sends blindly.
+        Err(Fault::Failed(_)) => while let Ok(Piece::Data(_)) = stream.input().await {},
+    }
 }
 
 async fn readable(fd: Option<&AsyncFd<OwnedFd>>) {
@@ -224,6 +130,13 @@ async fn stream_changed(stream: Option<&Rc<Stream>>) {
     }
 }
 
+async fn woken(object: Option<&Rc<Object>>) {
+    match object {
+        Some(object) => object.wake.notified().await,
+        None => pending().await,
+    }
+}
+
 async fn at(time: Option<Instant>) {
     match time {
         Some(time) => sleep_until(time).await,
@@ -237,20 +150,25 @@ impl Running {
         loop {
             self.hear();
             self.heed_fate();
+            self.tell_news();
             let over = self.is_over();
-            if self.pump(over) {
+            if self.has_begun() && self.pump(over) {
                 yield_now().await;
                 continue;
             }
-            if over && (self.drained >= MAX_DRAIN || self.pipes.iter().all(|pipe| pipe.empty)) {
+            if over
+                && !self.owes_answers()
+                && (self.drained >= MAX_DRAIN || self.pipes.iter().all(|pipe| pipe.empty))
+            {
                 break;
             }
-            let may_read = self.stream.as_ref().is_none_or(|stream| stream.room() >= 2);
-            let pipe = |index: usize| self.pipes.get(index).map(|pipe| &pipe.fd).filter(|_| may_read);
+            let may_read = self.has_begun() && self.room() >= 2;
+            let pipe = |index: usize| self.pipes.get(index).map(|pipe| &*pipe.fd).filter(|_| may_read);
             tokio::select! {
-                () = readable(self.control.as_ref()) => {}
+                () = readable(self.control.as_deref()) => {}
                 () = readable(pipe(0)) => {}
                 () = readable(pipe(1)) => {}
+                () = woken(self.object.as_ref()) => {}
                 () = stream_changed(self.stream.as_ref()) => {}
                 () = at(Some(deadline)), if self.killing.is_none() && self.exit.is_none() => {
                     self.timed_out = true;
@@ -262,8 +180,20 @@ impl Running {
                 }
             }
         }
-        if let Some(stream) = self.stream.take() {
-            stream.end(&self.outcome());
+        self.finish();
+    }
+
+    /// Somebody has asked for a signal, and the supervisor is still about it.
+    fn owes_answers(&self) -> bool {
+        self.control.is_some() && self.object.as_ref().is_some_and(|object| object.awaits_answers())
+    }
+
+    /// How much may be read of the command's output now. One that somebody wants to be gone is not held back.
+    fn room(&self) -> usize {
+        match (&self.stream, &self.object) {
+            (_, Some(object)) if object.is_doomed() => usize::MAX,
+            (Some(stream), _) => stream.room(),
+            (None, _) => usize::MAX,
         }
     }
 
@@ -288,6 +218,12 @@ impl Running {
                         self.killed = true;
                         self.stuck |= !empty;
                     }
+                    Some(Report::Started { pid }) => self.begun(pid),
+                    Some(Report::Signalled { processes, outcome }) => {
+                        if let Some(object) = &self.object {
+                            object.signalled(processes, outcome);
+                        }
+                    }
                     None => {}
                 },
                 Err(Errno::INTR) => {}
@@ -298,7 +234,41 @@ impl Running {
         }
     }
 
+    /// Nothing is read of a command with an id before it was announced.
+    fn has_begun(&self) -> bool {
+        let announced = self.object.as_ref().is_none_or(|object| object.pid() != 0);
+        announced || self.failed.is_some() || self.control.is_none() || self.killed
+    }
+
+    /// The program runs, unless there was a report that it could not.
+    fn begun(&mut self, pid: i32) {
+        let Some(object) = self.object.as_ref().filter(|_| self.failed.is_none()) else {
+            return;
+        };
+        object.runs_as(pid);
+        if self.detach {
+            if let Some(stream) = self.stream.take() {
+                stream.end(&MapWriter::new(2).str("id", object.id()).uint("pid", object.pid()).done());
+            }
+        } else {
+            self.news = Some(MapWriter::new(2).bool("started", true).uint("pid", object.pid()).done());
+        }
+    }
+
+    /// Say that the command runs, once there is room for it.
+    fn tell_news(&mut self) {
+        if let (Some(stream), Some(note)) = (&self.stream, &self.news)
+            && stream.room() > note.len()
+        {
+            stream.send(4, note);
+            self.news = None;
+        }
+    }
+
     fn heed_fate(&mut self) {
+        if self.object.as_ref().is_some_and(|object| object.is_doomed()) {
+            self.kill();
+        }
         match self.stream.as_ref().map_or(Fate::Open, |stream| stream.fate()) {
             Fate::Open => {}
             Fate::Reset => {
@@ -316,7 +286,7 @@ impl Running {
         {
             self.killing = Some(Instant::now());
             // The socket is empty in this direction, so the byte has room; a supervisor that is gone is heard of.
-            let _ = rustix::net::send(control.get_ref(), &[KILL], SendFlags::NOSIGNAL);
+            let _ = rustix::net::send(control.get_ref(), &[KILL, 0], SendFlags::NOSIGNAL);
         }
     }
 
@@ -324,20 +294,26 @@ impl Running {
     fn pump(&mut self, over: bool) -> bool {
         let mut moved = false;
         let mut scratch = self.daemon.scratch.borrow_mut();
-        for index in (0..self.pipes.len()).rev() {
-            let room = self.stream.as_ref().map_or(usize::MAX, |stream| stream.room());
+        let mut index = 0;
+        while index < self.pipes.len() {
+            let room = self.room();
             let limit = if over { MAX_DRAIN.saturating_sub(self.drained) } else { SCRATCH };
             let wanted = room.saturating_sub(1).min(SCRATCH).min(limit);
             let pipe = &mut self.pipes[index];
             if wanted == 0 {
                 // The end of an empty pipe needs no credit.
                 pipe.empty |= over && rustix::io::ioctl_fionread(pipe.fd.get_ref()) == Ok(0);
+                index += 1;
                 continue;
             }
             match rustix::io::read(pipe.fd.get_ref(), &mut scratch[..wanted]) {
                 Ok(count @ 1..) => {
-                    if let Some(stream) = &self.stream {
-                        stream.send(pipe.channel, &scratch[..count]);
+                    let channel = pipe.channel;
+                    if let Some(stream) = self.stream.as_ref().filter(|stream| stream.room() > count) {
+                        stream.send(channel, &scratch[..count]);
+                    }
+                    if let Some(object) = &self.object {
+                        self.daemon.objects.keep(object, channel, &scratch[..count]);
                     }
                     if over {
                         self.drained += count;
@@ -348,69 +324,37 @@ impl Running {
                 Err(Errno::AGAIN) => pipe.empty = over,
                 Ok(_) | Err(_) => {
                     self.pipes.remove(index);
+                    continue;
                 }
             }
+            index += 1;
         }
         moved
     }
 
-    fn outcome(&self) -> Vec<u8> {
-        if self.stuck {
-            return Failure::new(Code::Stuck, "the processes of the command could not be ended in time")
-                .map();
+    /// The command is over: tell everybody who waits for it.
+    fn finish(&mut self) {
+        let facts = Facts {
+            program: &self.program,
+            failed: self.failed,
+            exit: self.exit.as_ref(),
+            killed: self.killing.is_some(),
+            stuck: self.stuck,
+            timed_out: self.timed_out,
+            elapsed: self.started.elapsed(),
+        };
+        let end = facts.end();
+        self.input.shut();
+        if let Some(stream) = self.stream.take() {
+            stream.end(&end.map());
         }
-        match self.failed {
-            Some((Stage::Fork, errno)) => return self.not_started("no process for the command", errno),
-            Some((Stage::Setup, errno)) => return self.not_started("the command could not be set up", errno),
-            Some((Stage::Workdir, errno)) => {
-                return Failure::new(Code::Workdir, format!("working directory: {}", words(errno))).map();
+        if let Some(object) = self.object.take() {
+            let never_began = self.failed.is_some() && matches!(end, End::Error(_));
+            self.daemon.objects.ended(&object, end);
+            if never_began {
+                self.daemon.objects.forget(&object);
             }
-            Some((Stage::Exec, libc::E2BIG)) => {
-                return Failure::invalid(format!("{}: {}", self.program, words(libc::E2BIG))).map();
-            }
-            Some((Stage::Exec, errno @ (libc::EAGAIN | libc::ENOMEM | libc::EMFILE | libc::ENFILE))) => {
-                return self.not_started(&self.program, errno);
-            }
-            Some((Stage::Exec, _)) | None => {}
         }
-        let lost = Exit {
-            status: libc::SIGKILL,
-            user_us: 0,
-            system_us: 0,
-            max_rss_kb: 0,
-            wall: self.started.elapsed(),
-        };
-        let exit = match &self.exit {
-            Some(exit) => exit,
-            None if self.killing.is_some() => &lost,
-            None => return Failure::new(Code::Internal, "the command's supervisor was killed").map(),
-        };
-        let signalled = libc::WIFSIGNALED(exit.status);
-        let message = self.failed.map(|(_, errno)| match errno {
-            libc::ENOENT if !self.program.contains('/') => {
-                (127, format!("{}: command not found", self.program))
-            }
-            libc::ENOENT => (127, format!("{}: {}", self.program, words(errno))),
-            _ => (126, format!("{}: {}", self.program, words(errno))),
-        });
-        let map = MapWriter::new(6 + u32::from(message.is_some()));
-        let map = match &message {
-            Some((code, text)) => map.uint("code", *code).str("message", text),
-            None if signalled => map.uint("signal", libc::WTERMSIG(exit.status) as u64),
-            None => map.uint("code", libc::WEXITSTATUS(exit.status) as u64),
-        };
-        // A command that ended by itself while the deadline passed was in time.
-        map.bool("timed_out", self.timed_out && signalled)
-            .uint("user_us", exit.user_us)
-            .uint("system_us", exit.system_us)
-            .uint("max_rss_kb", exit.max_rss_kb)
-            .uint("wall_us", exit.wall.as_micros() as u64)
-            .done()
-    }
-
-    fn not_started(&self, what: &str, errno: i32) -> Vec<u8> {
-        let code = Code::of(Errno::from_raw_os_error(errno));
-        Failure::new(code, format!("{what}: {}", words(errno))).map()
     }
 
     /// Keep the supervisor, and drain what the command left running, until all of it is gone.
@@ -425,9 +369,9 @@ impl Running {
             if self.control.is_none() && self.pipes.is_empty() {
                 return;
             }
-            let pipe = |index: usize| self.pipes.get(index).map(|pipe| &pipe.fd);
+            let pipe = |index: usize| self.pipes.get(index).map(|pipe| &*pipe.fd);
             tokio::select! {
-                () = readable(self.control.as_ref()) => {}
+                () = readable(self.control.as_deref()) => {}
                 () = readable(pipe(0)) => {}
                 () = readable(pipe(1)) => {}
             }

@@ -7,6 +7,7 @@
 use crate::conn::{Gone, Input, Stream};
 use crate::daemon::{Daemon, fill_random};
 use crate::errors::{Code, Failure};
+use crate::listing::Listing;
 use crate::pack::MapWriter;
 use crate::resolve;
 use crate::wire::{HEADER, Kind, MAX_PAYLOAD, header};
@@ -23,8 +24,6 @@ use std::sync::OnceLock;
 const PIECE: usize = 256 << 10;
 /// What one DATA frame carries beside its channel.
 const FRAME_DATA: usize = MAX_PAYLOAD - 1;
-/// Entries of one frame are put together up to this size; one entry is at most two paths long.
-const LIST_PIECE: usize = 32 << 10;
 const OPEN_TRIES: usize = 10;
 
 /// File systems whose files are windows into the kernel: proc, sysfs, cgroup, cgroup2, debugfs, tracefs,
@@ -118,33 +117,13 @@ pub async fn list(daemon: &Daemon, stream: &Rc<Stream>, path: Vec<u8>) -> Answer
         directory = back;
         count += listed;
         for frame in frames {
-            let array = frame.array();
-            if stream.wait_room(array.len() + 1).await.is_err() {
+            if frame.send(stream).await.is_err() {
                 return Ok(None);
             }
-            stream.send(1, &array);
         }
         if !more {
             return Ok(Some(MapWriter::new(1).uint("count", count).done()));
         }
-    }
-}
-
-/// The entries of one frame.
-#[derive(Default)]
-struct Listing {
-    count: u32,
-    entries: Vec<u8>,
-}
-
-impl Listing {
-    fn array(&self) -> Vec<u8> {
-        let mut array = Vec::with_capacity(5 + self.entries.len());
-        // MessagePack's array 32: one form for every count.
-        array.push(0xdd);
-        array.extend_from_slice(&self.count.to_be_bytes());
-        array.extend_from_slice(&self.entries);
-        array
     }
 }
 
@@ -183,14 +162,7 @@ fn list_piece(directory: OwnedFd, path: &[u8]) -> Result<(OwnedFd, Vec<Listing>,
         };
         let separator: &[u8] = if path == b"/" { b"" } else { b"/" };
         let full = [path, separator, name].concat();
-        let entry = entry(name, &full, &stat);
-        if frames.last().is_none_or(|frame| frame.entries.len() + entry.len() > LIST_PIECE) {
-            frames.push(Listing::default());
-        }
-        if let Some(frame) = frames.last_mut() {
-            frame.entries.extend_from_slice(&entry);
-            frame.count += 1;
-        }
+        Listing::add(&mut frames, &entry(name, &full, &stat));
         count += 1;
     }
     Ok((directory, frames, count, more))

@@ -24,19 +24,22 @@ pub struct Plan {
     uid: u32,
     gid: u32,
     open_files: libc::rlimit,
+    tty: bool,
     filter: Vec<libc::sock_filter>,
     // What the pointers above point into.
     _strings: Vec<CString>,
 }
 
 impl Plan {
-    /// `None` when a string has a NUL in it or `argv` is empty.
+    /// `None` when a string has a NUL in it or `argv` is empty. With `tty` standard input is a terminal that becomes
+    /// the controlling one.
     pub fn new(
         argv: Vec<Vec<u8>>,
         env: Vec<Vec<u8>>,
         cwd: &[u8],
         user: (u32, u32),
         open_files: libc::rlimit,
+        tty: bool,
     ) -> Option<Plan> {
         let path = env.iter().find_map(|entry| entry.strip_prefix(b"PATH=")).unwrap_or(DEFAULT_PATH).to_vec();
         let arguments = argv.len();
@@ -56,6 +59,7 @@ impl Plan {
             uid: user.0,
             gid: user.1,
             open_files,
+            tty,
             filter: crate::seccomp::filter(),
             _strings: strings,
         })
@@ -91,6 +95,9 @@ pub unsafe fn start(plan: &Plan) -> ! {
     // no lock, no handler.
     unsafe {
         must(Stage::Setup, libc::syscall(libc::SYS_setsid));
+        if plan.tty {
+            must(Stage::Setup, libc::ioctl(0, libc::TIOCSCTTY, 0).into());
+        }
         libc::umask(0o022);
         raise_own_oom_score();
         // The daemon raised its own limit; a command gets the one that the daemon was started with.
@@ -204,7 +211,7 @@ mod tests {
     fn a_plan_refuses_nul_and_no_command() {
         let limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
         let plan = |argv: &[&[u8]]| {
-            Plan::new(argv.iter().map(|a| a.to_vec()).collect(), vec![], b"/", (1000, 1000), limit)
+            Plan::new(argv.iter().map(|a| a.to_vec()).collect(), vec![], b"/", (1000, 1000), limit, false)
         };
         assert!(plan(&[b"true"]).is_some());
         assert!(plan(&[]).is_none());

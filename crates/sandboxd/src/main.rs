@@ -13,11 +13,13 @@ mod errors;
 mod exec;
 mod fsops;
 mod launch;
+mod listing;
 mod ops;
 mod pack;
 mod resolve;
 mod seccomp;
 mod supervisor;
+mod sys;
 mod tarfmt;
 mod tarin;
 mod tarout;
@@ -25,6 +27,7 @@ mod tarread;
 mod tarsink;
 #[cfg(test)]
 mod tartests;
+mod tree;
 mod wire;
 mod workers;
 

@@ -3,15 +3,22 @@
 use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
-use crate::pack::{Map, MapWriter, Value};
-use crate::{archive, exec, fsops};
+use crate::pack::{Map, Value};
+use crate::{archive, exec, fsops, sys};
 use std::rc::Rc;
 
 /// The longest path that is taken, the kernel's limit without the closing NUL.
 const MAX_PATH: usize = 4_095;
 
 pub enum Op {
-    Exec(exec::Request),
+    Exec(Box<exec::Request>),
+    Attach { id: String, cursor: u64, follow: bool },
+    Execs,
+    Stdin { id: String },
+    Close { id: String },
+    Signal { id: String, signal: u8 },
+    Resize { id: String, size: exec::Size },
+    Forget { id: String },
     Stat { path: Vec<u8>, follow: bool },
     List { path: Vec<u8> },
     Read(fsops::ReadRequest),
@@ -19,13 +26,28 @@ pub enum Op {
     Export { max_bytes: u64 },
     Import { max_bytes: u64 },
     Info,
+    Stats,
 }
 
 /// Read an OPEN. The daemon is needed for what a command inherits from it.
 pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
-    let args = Args(Map::parse(args).map_err(|_| Failure::invalid("the arguments are not a map"))?);
+    let args = Args::new(Map::parse(args).map_err(|_| Failure::invalid("the arguments are not a map"))?);
     Ok(match op {
-        "exec.start" => Op::Exec(exec::Request::parse(&args, daemon)?),
+        "exec.start" => Op::Exec(Box::new(exec::Request::parse(&args, daemon)?)),
+        "exec.attach" => Op::Attach {
+            id: exec::id(&args)?,
+            cursor: args.optional_uint("cursor")?.unwrap_or(0),
+            follow: args.bool_or("follow", true)?,
+        },
+        "exec.list" => Op::Execs,
+        "exec.stdin" => Op::Stdin { id: exec::id(&args)? },
+        "exec.close" => Op::Close { id: exec::id(&args)? },
+        "exec.signal" => match u8::try_from(args.uint("signal")?) {
+            Ok(signal @ 1..=64) => Op::Signal { id: exec::id(&args)?, signal },
+            _ => return Err(Failure::invalid("signal is not from 1 to 64")),
+        },
+        "exec.resize" => Op::Resize { id: exec::id(&args)?, size: exec::Size::parse(&args)? },
+        "exec.forget" => Op::Forget { id: exec::id(&args)? },
         "fs.stat" => Op::Stat { path: args.path("path")?, follow: args.bool_or("follow", true)? },
         "fs.list" => Op::List { path: args.path("path")? },
         "fs.read" => Op::Read(fsops::ReadRequest {
@@ -44,6 +66,7 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
         "tar.export" => Op::Export { max_bytes: args.uint("max_bytes")? },
         "tar.import" => Op::Import { max_bytes: args.uint("max_bytes")? },
         "sys.info" => Op::Info,
+        "sys.stats" => Op::Stats,
         other => {
             let name: String = other.chars().take(64).collect();
             return Err(Failure::new(Code::Unsupported, format!("no operation {name:?}")));
@@ -54,20 +77,34 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
 impl Op {
     /// Whether the client sends data on channel 0.
     pub fn takes_input(&self) -> bool {
-        matches!(self, Op::Write { .. } | Op::Import { .. })
+        match self {
+            Op::Exec(request) => request.takes_input(),
+            Op::Write { .. } | Op::Import { .. } | Op::Stdin { .. } => true,
+            _ => false,
+        }
     }
 
     /// Do it and send END.
     pub async fn run(self, daemon: Rc<Daemon>, stream: Rc<Stream>) {
         let result = match self {
-            Op::Exec(request) => return exec::run(daemon, stream, request).await,
+            Op::Exec(request) => return exec::run(daemon, stream, *request).await,
+            Op::Attach { id, cursor, follow } => {
+                exec::ops::attach(&daemon, &stream, &id, cursor, follow).await
+            }
+            Op::Execs => exec::ops::list(&daemon, &stream).await,
+            Op::Stdin { id } => exec::ops::stdin(&daemon, &stream, &id).await,
+            Op::Close { id } => exec::ops::close(&daemon, &id).map(Some),
+            Op::Signal { id, signal } => exec::ops::signal(&daemon, &id, signal).await.map(Some),
+            Op::Resize { id, size } => exec::ops::resize(&daemon, &id, size).map(Some),
+            Op::Forget { id } => exec::ops::forget(&daemon, &stream, &id).await,
             Op::Stat { path, follow } => fsops::stat(&daemon, path, follow).await.map(Some),
             Op::List { path } => fsops::list(&daemon, &stream, path).await,
             Op::Read(request) => fsops::read(&daemon, &stream, request).await,
             Op::Write { path, mode } => fsops::write(&daemon, &stream, path, mode).await,
             Op::Export { max_bytes } => archive::export(&daemon, &stream, max_bytes).await,
             Op::Import { max_bytes } => archive::import(&daemon, &stream, max_bytes).await,
-            Op::Info => Ok(Some(info(&daemon))),
+            Op::Info => Ok(Some(sys::info(&daemon))),
+            Op::Stats => sys::stats(&daemon).map(Some),
         };
         match result {
             Ok(Some(map)) => stream.end(&map),
@@ -78,21 +115,18 @@ impl Op {
     }
 }
 
-fn info(daemon: &Daemon) -> Vec<u8> {
-    MapWriter::new(6)
-        .str("version", env!("CARGO_PKG_VERSION"))
-        .uint("pid", u64::from(std::process::id()))
-        .uint("uid", u64::from(daemon.config.uid))
-        .uint("gid", u64::from(daemon.config.gid))
-        .uint("execs", daemon.execs() as u64)
-        .uint("uptime_ms", daemon.started.elapsed().as_millis() as u64)
-        .done()
-}
-
 /// The arguments of an operation with the answers for what is missing or wrong.
 pub struct Args<'a>(Map<'a>);
 
 impl<'a> Args<'a> {
+    pub fn new(map: Map<'a>) -> Args<'a> {
+        Args(map)
+    }
+
+    pub fn optional(&self, key: &str) -> Option<Value<'a>> {
+        self.0.get(key)
+    }
+
     pub fn get(&self, key: &str) -> Result<Value<'a>, Failure> {
         self.0.get(key).ok_or_else(|| Failure::invalid(format!("{key} is missing")))
     }
@@ -108,7 +142,7 @@ impl<'a> Args<'a> {
         if self.0.get(key).is_some() { self.uint(key).map(Some) } else { Ok(None) }
     }
 
-    fn bool_or(&self, key: &str, default: bool) -> Result<bool, Failure> {
+    pub fn bool_or(&self, key: &str, default: bool) -> Result<bool, Failure> {
         match self.0.get(key) {
             None => Ok(default),
             Some(Value::Bool(value)) => Ok(value),

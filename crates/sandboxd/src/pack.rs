@@ -308,6 +308,16 @@ impl MapWriter {
         out
     }
 
+    /// An array of bytes.
+    pub fn bins(self, key: &str, list: &[Vec<u8>]) -> MapWriter {
+        let mut out = self.key(key);
+        write_array_len(&mut out.0, list.len() as u32).expect(GROWS);
+        for bytes in list {
+            write_bin(&mut out.0, bytes).expect(GROWS);
+        }
+        out
+    }
+
     /// An array of pairs of bytes and text.
     pub fn pairs(self, key: &str, pairs: &[(Vec<u8>, String)]) -> MapWriter {
         let mut out = self.key(key);

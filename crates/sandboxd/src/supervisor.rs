@@ -2,7 +2,8 @@
 //!
 //! The daemon forks it, it forks the command. It is a child subreaper, so that everything the command starts,
 //! double forks and new sessions included, stays below a parent that the command cannot signal. It has one
-//! descriptor, [`CONTROL`]: reports go up, [`KILL`] comes down, and the end of it means that the daemon is gone.
+//! descriptor, [`CONTROL`]: reports go up, [`KILL`] and [`SIGNAL`] come down, and the end of it means that the
+//! daemon is gone.
 //!
 //! It was forked from a process with threads, so it makes system calls only: no allocation, no lock, no
 //! formatting. Killing the tree needs no new process or thread and goes on until there is no child left: scan,
@@ -10,13 +11,16 @@
 //! later than its signal; the supervisor then reports the failure and goes on trying.
 
 use crate::launch::{self, Plan};
+use crate::tree::Outcome;
 use libc::{c_int, c_ulong, pid_t};
 use std::io;
 
 /// The descriptor of the control socket in the supervisor and, close-on-exec, in the child.
 pub const CONTROL: c_int = 3;
-/// The one message that the daemon sends.
+/// A message from the daemon has two bytes: what to do and a number for it.
 pub const KILL: u8 = b'K';
+/// Send a signal to every process of the tree.
+pub const SIGNAL: u8 = b'S';
 const NONE: c_ulong = 0;
 /// How long one attempt to end a tree lasts.
 const KILL_SECONDS: i64 = 5;
@@ -39,6 +43,10 @@ pub enum Report {
     Exit { status: i32, user_us: u64, system_us: u64, max_rss_kb: u64 },
     /// The answer to [`KILL`]; `empty` when nothing of the tree is left.
     Killed { empty: bool },
+    /// The program runs. It comes behind [`Report::Failed`] too, when it does not, and never behind [`Report::Exit`].
+    Started { pid: i32 },
+    /// The answer to [`SIGNAL`].
+    Signalled { processes: u64, outcome: Outcome },
 }
 
 pub const REPORT_BYTES: usize = 40;
@@ -55,6 +63,8 @@ impl Report {
                 [2, status as u64, user_us, system_us, max_rss_kb]
             }
             Report::Killed { empty } => [3, u64::from(empty), 0, 0, 0],
+            Report::Started { pid } => [4, pid as u64, 0, 0, 0],
+            Report::Signalled { processes, outcome } => [5, processes, outcome as u64, 0, 0],
         };
         let mut bytes = [0; REPORT_BYTES];
         for (place, field) in bytes.chunks_exact_mut(8).zip(fields) {
@@ -78,6 +88,13 @@ impl Report {
             }
             2 => Report::Exit { status: first as i32, user_us: second, system_us: third, max_rss_kb: fourth },
             3 => Report::Killed { empty: first != 0 },
+            4 => Report::Started { pid: i32::try_from(first).ok()? },
+            5 => {
+                let outcome = [Outcome::Done, Outcome::Hidden, Outcome::Exhausted, Outcome::Unsettled]
+                    .into_iter()
+                    .find(|outcome| *outcome as u64 == second)?;
+                Report::Signalled { processes: first, outcome }
+            }
             _ => return None,
         })
     }
@@ -96,6 +113,8 @@ pub struct Descriptors {
     pub stdin: c_int,
     pub stdout: c_int,
     pub stderr: c_int,
+    /// Say when the program runs.
+    pub announce: bool,
 }
 
 /// Fork a supervisor that starts the plan's command, and answer its process id.
@@ -148,6 +167,12 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
             libc::_exit(1);
         }
         close_from(CONTROL + 1);
+        // Whoever holds the writing end has not executed its program yet.
+        let mut running = [-1; 2];
+        if fds.announce && libc::pipe2(running.as_mut_ptr(), libc::O_CLOEXEC) < 0 {
+            Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
+            libc::_exit(1);
+        }
         let child = fork();
         if child == 0 {
             launch::start(plan);
@@ -157,9 +182,13 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
             libc::_exit(1);
         }
         // The command's output ends when the command and its children are done with it.
-        libc::dup2(0, 1);
-        libc::dup2(0, 2);
-        watch(child)
+        for fd in 0..CONTROL {
+            libc::close(fd);
+        }
+        if fds.announce {
+            libc::close(running[1]);
+        }
+        watch(Tree { command: child, starting: running[0] })
     }
 }
 
@@ -200,20 +229,41 @@ unsafe fn close_from(first: c_int) {
     }
 }
 
-#[derive(PartialEq)]
-enum Reaped {
-    Some,
-    None,
+/// What a supervisor is there for.
+struct Tree {
+    command: pid_t,
+    /// Its end means that the program runs, or will not; -1 when that is nobody's business or was said.
+    starting: c_int,
+}
+
+impl Tree {
+    /// Say once that the program runs.
+    ///
+    /// # Safety
+    /// As for [`supervise`].
+    unsafe fn started(&mut self) {
+        if self.starting >= 0 {
+            // SAFETY: the descriptor is this process's own and is used no more.
+            unsafe { libc::close(self.starting) };
+            self.starting = -1;
+            Report::Started { pid: self.command }.send(CONTROL);
+        }
+    }
+}
+
+/// What a round of reaping has met.
+struct Reaped {
+    count: u64,
     /// There is no child left.
-    Empty,
+    empty: bool,
 }
 
 /// Reap whatever has ended, and report the command's own end.
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn reap(command: pid_t) -> Reaped {
-    let mut result = Reaped::None;
+unsafe fn reap(tree: &mut Tree) -> Reaped {
+    let mut count = 0;
     loop {
         // SAFETY: the kernel fills both structures.
         unsafe {
@@ -221,10 +271,11 @@ unsafe fn reap(command: pid_t) -> Reaped {
             let mut usage: libc::rusage = std::mem::zeroed();
             let pid = libc::wait4(-1, &raw mut status, libc::WNOHANG, &raw mut usage);
             if pid <= 0 {
-                return if pid < 0 { Reaped::Empty } else { result };
+                return Reaped { count, empty: pid < 0 };
             }
-            result = Reaped::Some;
-            if pid == command {
+            count += 1;
+            if pid == tree.command {
+                tree.started();
                 let micros = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
                 let (user_us, system_us) = (micros(usage.ru_utime), micros(usage.ru_stime));
                 let max_rss_kb = usage.ru_maxrss as u64;
@@ -234,23 +285,24 @@ unsafe fn reap(command: pid_t) -> Reaped {
     }
 }
 
-/// Wait for a message or a child's end, at most for `milliseconds` where that is not negative.
+/// Wait for one of two descriptors (-1 for none) or a child's end, at most for `milliseconds` where that is not
+/// negative, and answer which of them have something.
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn pause(control: bool, milliseconds: i64) -> bool {
+unsafe fn pause(fds: [c_int; 2], milliseconds: i64) -> [bool; 2] {
     // SAFETY: the structures are initialised; the mask lets SIGCHLD alone in while the call waits, so that none
     // is lost between a reap and the wait.
     unsafe {
         let mut mask: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&raw mut mask);
         libc::sigdelset(&raw mut mask, libc::SIGCHLD);
-        let mut poll = libc::pollfd { fd: CONTROL, events: libc::POLLIN, revents: 0 };
+        let mut poll = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
         let time =
             libc::timespec { tv_sec: milliseconds / 1_000, tv_nsec: (milliseconds % 1_000) * 1_000_000 };
         let timeout = if milliseconds < 0 { std::ptr::null() } else { &raw const time };
-        let count = libc::ppoll(&raw mut poll, c_ulong::from(control), timeout, &raw const mask);
-        count > 0 && poll.revents != 0
+        let count = libc::ppoll(poll.as_mut_ptr(), 2, timeout, &raw const mask);
+        poll.map(|poll| count > 0 && poll.revents != 0)
     }
 }
 
@@ -265,35 +317,52 @@ fn seconds() -> i64 {
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn watch(command: pid_t) -> ! {
-    let mut connected = true;
+unsafe fn watch(mut tree: Tree) -> ! {
+    let mut control = CONTROL;
     let mut doomed = false;
     // SAFETY: as the functions called say; this process does nothing else.
     unsafe {
         loop {
-            if reap(command) == Reaped::Empty {
+            if reap(&mut tree).empty {
                 libc::_exit(0);
             }
             if doomed {
-                kill_tree(command);
+                kill_tree(&mut tree);
             }
-            if pause(connected, if doomed { 100 } else { -1 }) {
-                let mut message = 0u8;
-                let count = libc::recv(CONTROL, (&raw mut message).cast(), 1, libc::MSG_DONTWAIT);
-                if count == 0 {
-                    connected = false;
-                }
-                if count == 0 || (count == 1 && message == KILL) {
+            let [heard, started] = pause([control, tree.starting], if doomed { 100 } else { -1 });
+            if started {
+                tree.started();
+            }
+            if !heard {
+                continue;
+            }
+            let mut message = [0u8; 2];
+            match (libc::recv(CONTROL, message.as_mut_ptr().cast(), 2, libc::MSG_DONTWAIT), message) {
+                (0, _) => {
+                    control = -1;
                     doomed = true;
-                    let empty = kill_tree(command);
+                }
+                (2, [KILL, _]) => {
+                    doomed = true;
+                    let empty = kill_tree(&mut tree).empty;
                     Report::Killed { empty }.send(CONTROL);
                 }
+                (2, [SIGNAL, signal]) if c_int::from(signal) == libc::SIGKILL => {
+                    let end = kill_tree(&mut tree);
+                    let outcome = if end.empty { Outcome::Done } else { Outcome::Unsettled };
+                    Report::Signalled { processes: end.count, outcome }.send(CONTROL);
+                }
+                (2, [SIGNAL, signal]) => {
+                    let (processes, outcome) = crate::tree::signal(tree.command, signal.into());
+                    Report::Signalled { processes, outcome }.send(CONTROL);
+                }
+                _ => {}
             }
         }
     }
 }
 
-/// End every descendant; `false` when time ran out first.
+/// End every descendant; not `empty` when time ran out first.
 ///
 /// Nothing is reaped until a scan meets dead children only, twice in a row. A dead child that is not reaped keeps
 /// its place under the limit of processes, so that a fork storm runs out of places instead of refilling those
@@ -302,9 +371,10 @@ unsafe fn watch(command: pid_t) -> ! {
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn kill_tree(command: pid_t) -> bool {
+unsafe fn kill_tree(tree: &mut Tree) -> Reaped {
     let end = seconds() + KILL_SECONDS;
     let mut quiet = 0;
+    let mut count = 0;
     loop {
         let mut alive = false;
         crate::children::for_each(|pid| {
@@ -317,16 +387,20 @@ unsafe fn kill_tree(command: pid_t) -> bool {
             }
         });
         quiet = if alive { 0 } else { quiet + 1 };
-        // SAFETY: as for this function.
-        if quiet >= 2 && unsafe { reap(command) } == Reaped::Empty {
-            return true;
+        if quiet >= 2 {
+            // SAFETY: as for this function.
+            let reaped = unsafe { reap(tree) };
+            count += reaped.count;
+            if reaped.empty {
+                return Reaped { count, empty: true };
+            }
         }
         if seconds() > end {
-            return false;
+            return Reaped { count, empty: false };
         }
         if alive {
             // SAFETY: as for this function.
-            unsafe { pause(false, 1) };
+            unsafe { pause([-1; 2], 1) };
         }
     }
 }
@@ -334,8 +408,8 @@ unsafe fn kill_tree(command: pid_t) -> bool {
 /// Whether a child has ended and waits to be reaped.
 ///
 /// # Safety
-/// As for [`supervise`].
-unsafe fn has_ended(pid: pid_t) -> bool {
+/// Only for a child of this process.
+pub unsafe fn has_ended(pid: pid_t) -> bool {
     // SAFETY: the kernel fills the structure, which is zero where the child has not ended.
     unsafe {
         let mut info: libc::siginfo_t = std::mem::zeroed();
@@ -354,6 +428,8 @@ mod tests {
             Report::failed(Stage::Exec, 2),
             Report::Exit { status: 9, user_us: 1, system_us: u64::MAX, max_rss_kb: 3 },
             Report::Killed { empty: true },
+            Report::Started { pid: 77 },
+            Report::Signalled { processes: 3, outcome: Outcome::Unsettled },
         ] {
             assert_eq!(Report::decode(&report.encode()), Some(report));
         }

@@ -343,6 +343,13 @@ impl Connection {
         self.out.extend_from_slice(bytes);
     }
 
+    /// Say that no more DATA comes on a channel, unless the stream is over.
+    pub fn eof(&mut self, stream: u32, channel: u8) {
+        if self.streams.contains_key(&stream) {
+            self.send(Kind::Eof, stream, &[channel]);
+        }
+    }
+
     /// The consumer has taken DATA of this cost, so the other side may send as much again.
     pub fn consumed(&mut self, id: u32, cost: u32) {
         let Some(stream) = self.streams.get_mut(&id) else {
@@ -379,12 +386,16 @@ impl Connection {
     }
 }
 
-/// `{error: {code, message}}`, the message cut to what is reasonable to read.
-pub fn error_map(code: &str, message: &str) -> Vec<u8> {
+/// `{code, message}`, the message cut to what is reasonable to read.
+pub fn error_inner(code: &str, message: &str) -> Vec<u8> {
     let mut end = message.len().min(1_000);
     while !message.is_char_boundary(end) {
         end -= 1;
     }
-    let error = MapWriter::new(2).str("code", code).str("message", &message[..end]).done();
-    MapWriter::new(1).raw("error", &error).done()
+    MapWriter::new(2).str("code", code).str("message", &message[..end]).done()
+}
+
+/// `{error: {code, message}}`.
+pub fn error_map(code: &str, message: &str) -> Vec<u8> {
+    MapWriter::new(1).raw("error", &error_inner(code, message)).done()
 }

@@ -28,10 +28,6 @@ impl Connection {
         id
     }
 
-    pub fn eof(&mut self, stream: u32, channel: u8) {
-        self.send(Kind::Eof, stream, &[channel]);
-    }
-
     pub fn ping(&mut self, bytes: [u8; 8]) {
         self.send(Kind::Ping, 0, &bytes);
     }

@@ -40,7 +40,7 @@ impl Stream {
         let arriving = matches!(self.args, Args::Arriving { .. });
         let expected = match channel {
             0 => !self.own && !arriving,
-            1 | 2 => self.own,
+            1 | 2 | 4 => self.own,
             3 => !self.own && arriving,
             _ => false,
         };

@@ -12,7 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Every daemon of these tests has a user of its own from here on, so that none disturbs another's.
 const FIRST_UID: u32 = 34_567;
@@ -316,6 +316,7 @@ pub struct Done {
     pub end: Item,
     pub out: Vec<u8>,
     pub err: Vec<u8>,
+    pub notes: Vec<Item>,
 }
 
 pub type Frame = (u8, u32, Vec<u8>);
@@ -430,31 +431,72 @@ impl Client {
         self.send(5, id, &bytes.to_be_bytes());
     }
 
+    /// The next frame of one stream. Those of others wait.
+    pub fn next_of(&mut self, id: u32) -> Frame {
+        if let Some(at) = self.pending.iter().position(|(_, stream, _)| *stream == id) {
+            return self.pending.remove(at);
+        }
+        loop {
+            let frame = self.receive().expect("the daemon has closed");
+            if frame.1 == id {
+                return frame;
+            }
+            assert_ne!(frame.0, 10, "GOAWAY {:?}", String::from_utf8_lossy(&frame.2));
+            self.pending.push(frame);
+        }
+    }
+
+    /// Wait for a note on a stream that sends nothing else before it.
+    pub fn note(&mut self, id: u32) -> Item {
+        loop {
+            match self.next_of(id) {
+                (3, _, payload) if payload[0] == 4 => return Item::decode(&mut &payload[1..]),
+                (5, ..) => {}
+                other => panic!("no note but {other:?}"),
+            }
+        }
+    }
+
+    /// Read output until it has these bytes in it, and answer all of it.
+    pub fn output_with(&mut self, id: u32, wanted: &str) -> String {
+        let mut out = Vec::new();
+        loop {
+            let text = String::from_utf8_lossy(&out).into_owned();
+            if text.contains(wanted) {
+                return text;
+            }
+            match self.next_of(id) {
+                (3, _, payload) if payload[0] < 3 => {
+                    out.extend_from_slice(&payload[1..]);
+                    self.credit(id, payload.len() as u32);
+                }
+                (3 | 5, ..) => {}
+                (_, _, payload) => panic!("{text:?}, then {:?}", Item::decode(&mut &payload[..])),
+            }
+        }
+    }
+
     /// Take everything of a stream until END, giving credit.
     pub fn finish(&mut self, id: u32) -> Done {
-        let (mut out, mut err, mut taken) = (Vec::new(), Vec::new(), 0);
+        let (mut out, mut err, mut notes, mut taken) = (Vec::new(), Vec::new(), Vec::new(), 0);
         loop {
-            let at = self.pending.iter().position(|(_, stream, _)| *stream == id);
-            let (kind, stream, payload) = match at {
-                Some(at) => self.pending.remove(at),
-                None => self.receive().expect("the daemon has closed"),
-            };
-            if stream != id {
-                assert_ne!(kind, 10, "GOAWAY {:?}", String::from_utf8_lossy(&payload));
-                self.pending.push((kind, stream, payload));
-                continue;
-            }
+            let (kind, _, payload) = self.next_of(id);
             match kind {
                 3 => {
-                    if payload[0] == 1 { &mut out } else { &mut err }.extend_from_slice(&payload[1..]);
+                    match payload[0] {
+                        1 => out.extend_from_slice(&payload[1..]),
+                        2 => err.extend_from_slice(&payload[1..]),
+                        4 => notes.push(Item::decode(&mut &payload[1..])),
+                        other => panic!("channel {other}"),
+                    }
                     taken += payload.len() as u32;
                     if taken >= WINDOW / 2 {
                         self.credit(id, taken);
                         taken = 0;
                     }
                 }
-                5 => {}
-                6 => return Done { end: Item::decode(&mut &payload[..]), out, err },
+                4 | 5 => {}
+                6 => return Done { end: Item::decode(&mut &payload[..]), out, err, notes },
                 other => panic!("kind {other} on stream {id}"),
             }
         }
@@ -490,6 +532,45 @@ pub fn command(argv: &[&[u8]], timeout_ms: u64) -> Args {
         .pairs("env", &[(b"PATH", b"/usr/local/bin:/usr/bin:/bin"), (b"WHO", b"me")])
         .bin("cwd", "/")
         .uint("timeout_ms", timeout_ms)
+}
+
+/// A shell script as an object.
+pub fn named(id: &str, script: &str) -> Args {
+    command(&[b"sh", b"-c", script.as_bytes()], 20_000).str("id", id)
+}
+
+pub fn by_id(id: &str) -> Args {
+    Args::new().str("id", id)
+}
+
+/// What the arrays of a listing hold together.
+pub fn entries(mut bytes: &[u8]) -> Vec<Item> {
+    let mut all = Vec::new();
+    while !bytes.is_empty() {
+        match Item::decode(&mut bytes) {
+            Item::Array(entries) => all.extend(entries),
+            other => panic!("{other:?}"),
+        }
+    }
+    all
+}
+
+/// Processes with exactly this command line.
+pub fn running(line: &str) -> usize {
+    fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| fs::read(entry.path().join("cmdline")).ok())
+        .filter(|found| String::from_utf8_lossy(found).trim_end_matches('\0').replace('\0', " ") == line)
+        .count()
+}
+
+pub fn until(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(5), "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 pub fn path(path: impl AsRef<[u8]>) -> Args {

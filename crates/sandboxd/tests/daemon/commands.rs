@@ -1,26 +1,8 @@
 //! Commands: results, identity, the end of trees.
 
-use crate::client::{Args, Host, Item, command};
+use crate::client::{Args, Host, Item, command, running, until};
 use std::fs;
 use std::time::{Duration, Instant};
-
-/// Processes with exactly this command line.
-fn running(line: &str) -> usize {
-    fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter_map(|entry| fs::read(entry.path().join("cmdline")).ok())
-        .filter(|found| String::from_utf8_lossy(found).trim_end_matches('\0').replace('\0', " ") == line)
-        .count()
-}
-
-fn until(what: &str, done: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < Duration::from_secs(5), "{what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 #[test]
 fn results_are_exact() {

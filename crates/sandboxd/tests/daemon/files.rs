@@ -1,6 +1,6 @@
 //! Files and archives over the wire.
 
-use crate::client::{Args, Client, Host, Item, path};
+use crate::client::{Args, Client, Host, Item, entries, path};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::time::Duration;
@@ -12,18 +12,6 @@ fn write(client: &mut Client, to: impl AsRef<[u8]>, bytes: &[u8]) -> Item {
 fn temporaries(host: &Host) -> usize {
     let names = fs::read_dir(host.place.join("w")).unwrap().flatten();
     names.filter(|entry| entry.file_name().to_string_lossy().starts_with(".asb-")).count()
-}
-
-/// What the arrays of a listing hold together.
-fn entries(mut bytes: &[u8]) -> Vec<Item> {
-    let mut all = Vec::new();
-    while !bytes.is_empty() {
-        match Item::decode(&mut bytes) {
-            Item::Array(entries) => all.extend(entries),
-            other => panic!("{other:?}"),
-        }
-    }
-    all
 }
 
 #[test]

@@ -4,3 +4,5 @@ mod client;
 mod commands;
 mod connections;
 mod files;
+mod objects;
+mod stdin;

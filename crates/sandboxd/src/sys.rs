@@ -1,0 +1,56 @@
+//! What the daemon says of itself and its sandbox.
+
+use crate::daemon::Daemon;
+use crate::errors::Failure;
+use crate::pack::MapWriter;
+use rustix::fs::{CWD, Mode, OFlags, RawDir, openat};
+use rustix::io::Errno;
+use std::mem::MaybeUninit;
+
+pub fn info(daemon: &Daemon) -> Vec<u8> {
+    MapWriter::new(6)
+        .str("version", env!("CARGO_PKG_VERSION"))
+        .uint("pid", u64::from(std::process::id()))
+        .uint("uid", u64::from(daemon.config.uid))
+        .uint("gid", u64::from(daemon.config.gid))
+        .uint("execs", daemon.execs() as u64)
+        .uint("uptime_ms", daemon.started.elapsed().as_millis() as u64)
+        .done()
+}
+
+pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
+    let own = 1 + daemon.execs() as u64;
+    Ok(MapWriter::new(4)
+        .uint("processes", processes()?.saturating_sub(own))
+        .uint("execs", daemon.objects.len() as u64)
+        .uint("memory_bytes", resident()?)
+        .uint("ring_bytes", daemon.objects.ring_bytes() as u64)
+        .done())
+}
+
+/// All that `/proc` has a directory for.
+fn processes() -> Result<u64, Failure> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let proc = openat(CWD, "/proc", flags, Mode::empty())?;
+    let mut buffer = [MaybeUninit::uninit(); 8 << 10];
+    let mut reader = RawDir::new(&proc, &mut buffer);
+    let mut count = 0;
+    while let Some(item) = reader.next() {
+        match item {
+            Ok(item) => count += u64::from(item.file_name().to_bytes().iter().all(u8::is_ascii_digit)),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(count)
+}
+
+/// The daemon's own memory: the second field of statm, in pages.
+fn resident() -> Result<u64, Failure> {
+    let file = openat(CWD, "/proc/self/statm", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    let mut bytes = [0u8; 128];
+    let count = rustix::io::read(&file, &mut bytes)?;
+    let pages =
+        std::str::from_utf8(&bytes[..count]).ok().and_then(|text| text.split(' ').nth(1)?.parse().ok());
+    Ok(pages.unwrap_or(0u64) * rustix::param::page_size() as u64)
+}
