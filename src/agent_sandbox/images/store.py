@@ -219,12 +219,13 @@ class ImageStore:
             if home.is_dir():
                 there = self._info("", digest)
                 merged = tuple(dict.fromkeys((*manifests, *there.manifests)))[:_MAX_MANIFESTS]
-                if merged != there.manifests:
-                    _write_info(home, replace(there, manifests=merged))
+                info = replace(there, manifests=merged)
+                if info != there:
+                    _write_info(home, info)
             else:
                 aside.rename(home)
             self._write_names(names)
-        return self._info(name, digest)
+        return replace(info, name=name)
 
     def remove(self, reference: str, in_use: Callable[[], Collection[str]] = tuple) -> None:
         """Remove a name, and the content once no name leads to it. A digest removes the content and all its names.
