@@ -1,13 +1,21 @@
 """The backend in memory keeps the contract, so that what is tested on it holds elsewhere."""
 
 import pathlib
+from collections.abc import Sequence
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.config import load_settings
-from agent_sandbox.conformance import BackendSuite
+from agent_sandbox.conformance import BackendSuite, ExecObjectSuite, FileOperationSuite, TunnelSuite
 
 
-class TestFake(BackendSuite):
+class TestFake(BackendSuite, ExecObjectSuite, FileOperationSuite, TunnelSuite):
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         return FakeBackend(load_settings({"data_dir": tmp_path}, {}))
+
+    def echo_server(self, where: str) -> Sequence[str]:
+        return ["echo-server", where]
+
+    async def reopened(self, backend: Backend, tmp_path: pathlib.Path) -> Backend:
+        await backend.close()  # its environments live in the object
+        return backend

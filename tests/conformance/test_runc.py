@@ -11,14 +11,30 @@ from agent_sandbox.conformance import (
     BackendSuite,
     CommandSuite,
     EscapeSuite,
+    ExecObjectSuite,
+    ExecTreeSuite,
+    FileOperationSuite,
     FileSuite,
+    LargeFileSuite,
     LimitSuite,
     NetworkSuite,
     SnapshotSuite,
+    TunnelSuite,
 )
 
 
-@pytest.mark.real
-class TestRunc(BackendSuite, CommandSuite, FileSuite, SnapshotSuite, LimitSuite, NetworkSuite, EscapeSuite):
+class Runc:
+    """The factory."""
+
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         return OciBackend(load_settings({"data_dir": tmp_path / "data"}, {}))
+
+
+@pytest.mark.real
+class TestRunc(Runc, BackendSuite, CommandSuite, FileSuite, SnapshotSuite, LimitSuite, NetworkSuite, EscapeSuite):
+    """A first sandbox."""
+
+
+@pytest.mark.real
+class TestRuncGuest(Runc, ExecObjectSuite, ExecTreeSuite, FileOperationSuite, LargeFileSuite, TunnelSuite):
+    """Everything else that its daemon does."""

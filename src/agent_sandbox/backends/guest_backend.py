@@ -154,9 +154,7 @@ class GuestBackend(Backend):
         await (await self._guest(id)).close_stdin(exec_id)
 
     async def signal_exec(self, id: str, exec_id: str, signal: int) -> int:
-        guest = await self._guest(id)
-        async with self._host_ends(id):
-            return await guest.signal_exec(exec_id, signal)
+        return await (await self._guest(id)).signal_exec(exec_id, signal)
 
     async def resize_exec(self, id: str, exec_id: str, size: TerminalSize) -> None:
         await (await self._guest(id)).resize_exec(exec_id, size)

@@ -2,22 +2,30 @@
 
 import pytest
 
-pytest.register_assert_rewrite(
-    *(f"agent_sandbox.conformance.{name}" for name in ("box", "commands", "files", "isolation", "suite"))
-)
+_MODULES = ("box", "commands", "execs", "files", "isolation", "operations", "suite", "trees", "tunnels")
+pytest.register_assert_rewrite(*(f"agent_sandbox.conformance.{name}" for name in _MODULES))
 
 from agent_sandbox.conformance.commands import CommandSuite
+from agent_sandbox.conformance.execs import ExecObjectSuite
 from agent_sandbox.conformance.files import FileSuite, SnapshotSuite
 from agent_sandbox.conformance.isolation import EscapeSuite, LimitSuite, NetworkSuite
+from agent_sandbox.conformance.operations import FileOperationSuite, LargeFileSuite
 from agent_sandbox.conformance.suite import BackendSuite, SuiteBase
+from agent_sandbox.conformance.trees import ExecTreeSuite
+from agent_sandbox.conformance.tunnels import TunnelSuite
 
 __all__ = [
     "BackendSuite",
     "CommandSuite",
     "EscapeSuite",
+    "ExecObjectSuite",
+    "ExecTreeSuite",
+    "FileOperationSuite",
     "FileSuite",
+    "LargeFileSuite",
     "LimitSuite",
     "NetworkSuite",
     "SnapshotSuite",
     "SuiteBase",
+    "TunnelSuite",
 ]

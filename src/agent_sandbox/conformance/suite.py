@@ -56,6 +56,13 @@ class SuiteBase:
         """Return the backend, not yet started, with all its state beneath ``tmp_path``."""
         raise AssertionError("a backend's test class says how to make it")
 
+    async def reopened(self, backend: Backend, tmp_path: pathlib.Path) -> Backend:
+        """What a new process of the server would have: another backend over the same state, the old one closed."""
+        await backend.close()
+        other = self.make_backend(tmp_path)
+        await other.start()
+        return other
+
     @pytest_asyncio.fixture
     async def backend(self, tmp_path: pathlib.Path) -> AsyncIterator[Backend]:
         backend = self.make_backend(tmp_path)

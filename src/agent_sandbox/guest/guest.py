@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from agent_sandbox import wire
-from agent_sandbox.errors import BackendError, PayloadTooLargeError
+from agent_sandbox.errors import BackendError, InvalidRequestError, PayloadTooLargeError
 from agent_sandbox.guest import limits, replies
 from agent_sandbox.guest.commands import Commands
 from agent_sandbox.guest.tunnel import GuestTunnel
@@ -163,6 +163,8 @@ class Guest(Commands):
 
     async def dial(self, *, port: int | None = None, path: bytes | None = None) -> GuestTunnel:
         """Connect to a server inside: a port of its loopback or a unix socket."""
+        if (port is None) == (path is None) or not 1 <= (1 if port is None else port) <= 65_535:
+            raise InvalidRequestError("name a port of 1 to 65,535, or the path of a unix socket")
         stream = self.open("net.dial", {"port": port} if path is None else {"path": path})
         try:
             await stream.note("connected")

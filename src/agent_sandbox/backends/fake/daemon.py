@@ -15,7 +15,7 @@ from agent_sandbox.backends.fake.state import Environment, Failure, text
 
 
 async def _dial(environment: Environment, operation: Operation, args: dict[str, Any]) -> dict[str, Any]:
-    where = args["port"] if "port" in args else text(args["path"])
+    where = args.get("port") or text(args["path"])
     if where not in environment.listeners:
         raise Failure("not_found", f"{where}: {os.strerror(errno.ECONNREFUSED)}")
     await operation.note(connected=True)
