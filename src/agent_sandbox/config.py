@@ -57,6 +57,13 @@ class Settings:
     default_image: str = _setting("host", "Image of a sandbox that names none.")
     allowed_images: tuple[str, ...] = _setting(("*",), "Comma-separated globs of images that may be used.")
     sandbox_user: str = _setting("1000:1000", "uid:gid of commands inside a sandbox; never 0.")
+    id_range_base: int = _setting(
+        0x7800_0000,
+        "First of the host uids and gids that sandboxes get, 65,536 each; a multiple of 65536. Nobody else may use "
+        "those from here to 2147352575.",
+        low=65_536,
+        high=0x7FFD_0000,
+    )
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
     allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")
@@ -98,6 +105,8 @@ class Settings:
         for kind in ("timeout_seconds", "cpus", "memory_mb", "pids_limit", "disk_mb", "exec_timeout_seconds"):
             if getattr(self, f"default_{kind}") > getattr(self, f"max_{kind}"):
                 raise _bad(f"default_{kind}", f"is above max_{kind}")
+        if self.id_range_base % 65_536:
+            raise _bad("id_range_base", f"{self.id_range_base} is no multiple of 65536")
         self.sandbox_ids()
 
     def sandbox_ids(self) -> tuple[int, int]:

@@ -17,14 +17,17 @@ def resources(data_dir: Path) -> dict[str, list[str]]:
     real = os.path.realpath(data_dir)
     instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
     groups = _groups(f"agent-sandbox-{instance}")
+    places = (f" {real}/", f" /run/agent-sandbox/{instance}/")
     found = {
         "processes": sorted({pid for group in groups for pid in _lines(group / "cgroup.procs") if pid != "0"}),
         "control groups": [str(group) for group in groups if group.name != f"agent-sandbox-{instance}"],
-        "mounts": [line.split()[4] for line in _lines(Path("/proc/self/mountinfo")) if f" {real}/" in line],
+        "mounts": [line.split()[4] for line in _lines(Path("/proc/self/mountinfo")) if any(p in line for p in places)],
         "loop devices": [str(path) for path in _loops() if _lines(path)[:1] and _lines(path)[0].startswith(real + "/")],
         "runtime state": _names(Path("/run/agent-sandbox") / instance / "runc"),
         "environments": _names(Path(real) / "runc" / "env"),
         "sockets": [line for line in _lines(Path("/proc/net/unix")) if f" {real}/" in line],
+        "mount points": _names(Path("/run/agent-sandbox") / instance / "box"),
+        "id ranges": [path.name for path in _claims() if f"{path.readlink()}/".startswith(real + "/")],
         "runc processes": _runc_processes(instance),
     }
     return {kind: values for kind, values in found.items() if values}
@@ -60,6 +63,13 @@ def _groups(name: str) -> list[Path]:
 
 def _loops() -> list[Path]:
     return list(Path("/sys/block").glob("loop*/loop/backing_file"))
+
+
+def _claims() -> list[Path]:
+    try:
+        return [path for path in Path("/var/lib/agent-sandbox-ids").iterdir() if path.is_symlink()]
+    except FileNotFoundError:
+        return []
 
 
 def _lines(path: Path) -> list[str]:

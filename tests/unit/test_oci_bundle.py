@@ -134,9 +134,30 @@ def test_order_and_kind_of_mounts() -> None:
 
 @pytest.mark.parametrize(("host", "expected"), [(1024, 1024), (1 << 20, 20_000), (-1, 20_000)])
 def test_descriptors_are_what_the_host_allows(host: int, expected: int) -> None:
-    rlimits = made(layout=dataclasses.replace(LAYOUT, nofile_limit=host))["process"]["rlimits"]
-    assert {"type": "RLIMIT_NOFILE", "soft": expected, "hard": expected} in rlimits
-    assert {"type": "RLIMIT_CORE", "soft": 0, "hard": 0} in rlimits
+    assert bundle.process_limits(host) == {"nofile": expected, "core": 0}
+
+
+def test_its_own_ids() -> None:
+    linux = made(layout=dataclasses.replace(LAYOUT, user_namespace="/proc/1/fd/9", ids=2_013_265_920))["linux"]
+    assert [each for each in linux["namespaces"] if "path" in each] == [{"type": "user", "path": "/proc/1/fd/9"}]
+    assert linux["uidMappings"] == linux["gidMappings"] == [
+        {"containerID": 0, "hostID": 2_013_265_920, "size": 65_536}
+    ]  # fmt: skip
+    assert "uidMappings" not in made()["linux"]
+
+
+def test_control_groups_are_shown_read_only_and_alone() -> None:
+    config = made()
+    order = [mount["destination"] for mount in config["mounts"]]
+    assert order.index("/sys") < order.index("/sys/fs") < order.index("/sys/fs/cgroup")
+    for place in ("/sys", "/sys/fs", "/sys/fs/cgroup"):
+        assert {"ro", "nosuid", "nodev", "noexec"} <= set(options(config, place))
+    assert "/sys/fs/cgroup" in config["linux"]["readonlyPaths"]
+
+
+def test_the_sandbox_has_its_own_low_ports_and_pings() -> None:
+    sysctl = made(dataclasses.replace(SPEC, gid=77))["linux"]["sysctl"]
+    assert sysctl == {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "77 77"}
 
 
 # -- seccomp ---------------------------------------------------------------------------------

@@ -25,15 +25,19 @@ SPEC = SandboxSpec(
 )
 
 
+RECORD = Record("sb1-1", SPEC, Path("/image/rootfs"), 2_013_265_920, {"LANG": "C.UTF-8"})
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    environment = Environment(tmp_path, "sb1-1")
-    environment.make(Record("sb1-1", SPEC, Path("/image/rootfs")))
+    environment = Environment(tmp_path, tmp_path / "box", "sb1-1")
+    environment.reserve()
+    environment.make(RECORD)
     return environment
 
 
 def test_what_was_written_is_read_and_is_private(environment: Environment) -> None:
-    assert environment.record() == Record("sb1-1", SPEC, Path("/image/rootfs"))
+    assert environment.record() == RECORD
     assert len(environment.key()) == 32
     assert {path.stat().st_mode & 0o777 for path in environment.directory.iterdir()} == {0o600}
 
@@ -67,6 +71,11 @@ def with_spec(**changes: Any) -> Callable[[bytes], bytes]:
         with_spec(memory_mb="256"),
         with_spec(network="some"),
         with_spec(uid=None),
+        changed(ids="2013265920"),
+        changed(ids=-65536),
+        changed(ids=0),
+        changed(ids=1 << 40),
+        changed(image_env={"A": None}),
     ],
 )
 def test_a_damaged_record_is_one_typed_error(environment: Environment, damage: Callable[[bytes], bytes]) -> None:
@@ -91,3 +100,11 @@ def test_what_is_missing_is_not_found(environment: Environment) -> None:
     for read in (environment.record, environment.key):
         with pytest.raises(NotFoundError):
             read()
+
+
+def test_a_record_of_an_older_release_has_no_range(environment: Environment) -> None:
+    path = environment.directory / "spec.json"
+    value = json.loads(path.read_bytes())
+    del value["ids"], value["image_env"]
+    path.write_text(json.dumps(value))
+    assert environment.record() == Record("sb1-1", SPEC, Path("/image/rootfs"), None, {})

@@ -8,6 +8,10 @@ Strategy
   ``destroy`` takes, which works from any subset of the parts: there is no undo list to keep right.
 * Destroying kills first, through the control group, and replies when no process is left. Unmounting and deleting follow
   in the background; ``list_ids`` shows the id until nothing is left, and another ``destroy`` tries again what failed.
+* Stopping frees everything that a reboot of the host would, and starting begins with that: so a stop or a start that
+  was cut off anywhere is mended by the next start, and there is one road back from a stop, a crash and a reboot.
+* Each environment has a range of host ids of its own where the host lets it, which is tried once; what
+  ``capabilities.userns`` says is what every new one gets, or its creation fails.
 * Blocking work runs on threads of the backend's own, and a step that began is waited for also when its caller is
   cancelled: otherwise it would go on behind the removal's back.
 * Asking whether an environment runs starts no process: runc's state file names the first one.
@@ -25,27 +29,33 @@ import logging
 import os
 import platform
 import re
-import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.oci import bundle, cgroups, seccomp
+from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
+from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, furnish, launch
 from agent_sandbox.backends.oci.disk import Templates
 from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.failures import translated
+from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.backends.oci.inspection import observe
 from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
 from agent_sandbox.backends.oci.runc import INSTALL, Runc
 from agent_sandbox.backends.oci.waiting import ended, settled
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError, UnsupportedError
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
 from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.types import EnvironmentInfo, LimitName, ResolvedImage, SandboxSpec
 
@@ -54,12 +64,15 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 RUN_DIRECTORY = Path("/run/agent-sandbox")
-_PREFIX = "asb-"
+ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
+"""Shared by all servers on a host, whatever their data directories, and kept over reboots."""
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _THREADS = 16
 """More than creations that make progress at once on common machines; waiting ones queue."""
 _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
+_SYNC_SECONDS = 5.0
+"""How long a daemon may take to sync before a stop; unmounting writes everything out in any case."""
 _CLOSE_SECONDS = 10.0
 """How long closing waits for removals under way; what is left is found again by the next server."""
 
@@ -77,17 +90,18 @@ class OciBackend(GuestBackend):
         self._environments = self._home / "env"
         self.instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
         self._run_directory = RUN_DIRECTORY / self.instance
+        self._box = self._run_directory / "box"
         self._runc = Runc(self._run_directory / "runc")
         self._templates = Templates(self._home / "templates")
         self._images = ImageStore(Path(real), *settings.sandbox_ids())
+        self._ranges = IdRanges(ID_DIRECTORY, settings.id_range_base)
         self._hierarchies = cgroups.Hierarchies(None)
-        self._seccomp = {"defaultAction": "SCMP_ACT_ERRNO"}
-        self._sandboxd = Path()
+        self._host: Host | None = None
         self._version = ""
-        self.capabilities = capabilities(frozenset(), has_swap_limit=False)
+        self.capabilities = capabilities(frozenset(), has_swap_limit=False, no_userns="not started")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
-        self._creating: dict[str, asyncio.Task[None]] = {}
+        self._changing: dict[str, asyncio.Task[None]] = {}
         self._removing: dict[str, asyncio.Task[None]] = {}
 
     # -- the backend as a whole ------------------------------------------------------
@@ -97,11 +111,11 @@ class OciBackend(GuestBackend):
         self._version = await self._runc.find()
         await self._runc.quiesce()
         async with translated("starting the runc backend"):
-            self._seccomp = seccomp.profile(platform.machine())
-            self._sandboxd = find_sandboxd(self._settings.sandboxd)
             await self._thread(self._prepare)
 
     def _prepare(self) -> None:
+        profile = seccomp.profile(platform.machine())
+        sandboxd = find_sandboxd(self._settings.sandboxd)
         require_disks()
         self._hierarchies = cgroups.find_hierarchies()
         if not self._hierarchies.all():
@@ -112,25 +126,55 @@ class OciBackend(GuestBackend):
         self._settings.data_dir.chmod(0o700)
         for directory in (self._home, self._environments):
             directory.mkdir(mode=0o700, exist_ok=True)
-        RUN_DIRECTORY.mkdir(mode=0o755, exist_ok=True)
-        for directory in (self._run_directory, self._runc.root):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        limits = cgroups.enforced(self._hierarchies)
-        self.capabilities = capabilities(limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies))
+        self._make_run_directories()
         self._templates.clear()
         self._images.prepare(in_use=self._root_directories())
+        limits = cgroups.enforced(self._hierarchies)
+        self.capabilities = capabilities(
+            limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies), no_userns=self._prepare_ranges()
+        )
+        self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
+
+    def _make_run_directories(self) -> None:
+        """The way to ``box`` is open to all, or no sandbox's root came to its own root file system; the rest is not."""
+        for directory, mode in (
+            (RUN_DIRECTORY, 0o755),
+            (self._run_directory, 0o711),
+            (self._box, 0o711),
+            (self._runc.root, 0o700),
+        ):
+            directory.mkdir(mode=mode, exist_ok=True)
+            directory.chmod(mode)
+
+    def _prepare_ranges(self) -> str:
+        """Claim the ranges that records have, and try whether there can be such ranges here; return why not."""
+        try:
+            self._ranges.prepare()
+            for environment, record in self._all_records():
+                if record.ids is not None and not self._ranges.keep(record.ids, environment.directory):
+                    _log.error("the host ids of environment %s are another one's; it cannot start again", record.id)
+        except OSError as error:
+            return f"{ID_DIRECTORY} cannot be used ({error.strerror})"
+        return idmap.why_not((Path("/usr"), self._home.parent))
 
     def _root_directories(self) -> set[Path]:
         """The image directories that existing environments may run from: all of them, when a record is damaged."""
-        found = set()
+        records = self._all_records()
+        if len(records) < sum(1 for _ in self._environments.glob("*/spec.json")):
+            return set(self._home.parent.glob("images/host/*/rootfs"))
+        return {record.rootfs for _, record in records}
+
+    def _all_records(self) -> list[tuple[Environment, Record]]:
+        """The environments whose records can be read."""
+        found = []
         for directory in self._environments.iterdir():
+            environment = self._environment(directory.name)
             try:
-                found.add(Environment(self._environments, directory.name).record().rootfs)
+                found.append((environment, environment.record()))
             except NotFoundError:
                 continue
             except BackendError as error:
                 _log.warning("%s", error.message)
-                return set(self._home.parent.glob("images/host/*/rootfs"))
         return found
 
     async def close(self) -> None:
@@ -139,7 +183,7 @@ class OciBackend(GuestBackend):
             await asyncio.wait(self._removing.values(), timeout=_CLOSE_SECONDS)
         self._pool.shutdown(wait=False, cancel_futures=True)
         roots = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
-        for directory in (*roots, self._runc.root, self._run_directory):
+        for directory in (*roots, self._runc.root, self._box, self._run_directory):
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
@@ -157,22 +201,34 @@ class OciBackend(GuestBackend):
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
         self._check(id, spec)
-        if id in self._creating or id in self._removing or self._environment(id).directory.exists():
+        if id in self._removing or self._environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
-        task = self._creating[id] = asyncio.create_task(self._create(id, spec))
+        try:
+            await self._alone(id, self._create(id, spec))
+        except asyncio.CancelledError:
+            if id not in self._removing and self._environment(id).directory.exists():
+                await settled(asyncio.ensure_future(self._undo(id)))
+            raise
+
+    async def _alone(self, id: str, change: Coroutine[Any, Any, None]) -> None:
+        """Make a change of environment ``id`` while there is no other; cancelling this ends and awaits it."""
+        if id in self._changing:
+            change.close()
+            raise ConflictError(f"environment {id} is being changed")
+        task = self._changing[id] = asyncio.create_task(change)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if task.cancelled() and (current is None or not current.cancelling()):
-                raise ConflictError(f"environment {id} was destroyed while it was created") from None
+                raise ConflictError(f"environment {id} was destroyed meanwhile") from None
             task.cancel()
             await ended(task)
-            if not task.cancelled() and task.exception() is None:
-                await settled(asyncio.ensure_future(self._undo(id)))
+            if not task.cancelled():
+                task.exception()
             raise
         finally:
-            self._creating.pop(id, None)
+            self._changing.pop(id, None)
 
     def _check(self, id: str, spec: SandboxSpec) -> None:
         if not _ID.fullmatch(id):
@@ -190,67 +246,55 @@ class OciBackend(GuestBackend):
             raise UnsupportedError(f"limit {missing[0]}", self.name, remedy)
 
     async def _create(self, id: str, spec: SandboxSpec) -> None:
-        environment = self._environment(id)
-        started = time.monotonic()
-
-        def step(name: str) -> None:
-            _log.debug("create %s: %s at %.1f ms", id, name, (time.monotonic() - started) * 1000)
-
+        environment, step = self._environment(id), _steps("create", id)
         try:
             async with translated("creating the sandbox"):
-                await self._build(environment, spec, step)
+                step("image")
+                image = await self._thread(self._images.open, spec.image, spec.image_digest)
+                step("record")
+                record, key = await self._thread(self._record_new, environment, spec, image)
+                step("disk")
+                await self._build(environment, record, key, image, step, new=True)
         except BaseException as error:
             tail = await self._thread(environment.log_tail)
             await settled(asyncio.ensure_future(self._undo(id)))
-            if type(error) is BackendError and tail:
-                raise BackendError(f"{error.message}; its log ends with: {tail}") from error
-            raise
+            explained = _with_log(error, tail)
+            if explained is error:
+                raise
+            raise explained from error
 
-    async def _build(self, environment: Environment, spec: SandboxSpec, step: Callable[[str], None]) -> None:
-        step("image")
-        image = await self._thread(self._images.open, spec.image, spec.image_digest)
-        step("record")
-        record = Record(environment.id, spec, image.rootfs)
-        key = await self._thread(environment.make, record)
-        step("disk")
-        await self._thread(self._make_disk, environment, spec, image)
-        step("start")
-        await self._start(environment, key, spec)
+    def _record_new(self, environment: Environment, spec: SandboxSpec, image: ImageRoot) -> tuple[Record, bytes]:
+        environment.reserve()
+        ids = self._ranges.claim(environment.directory) if self.capabilities.userns else None
+        record = Record(environment.id, spec, image.rootfs, ids, image.env)
+        return record, environment.make(record)
+
+    async def _build(
+        self,
+        environment: Environment,
+        record: Record,
+        key: bytes,
+        image: ImageRoot,
+        step: Callable[[str], None],
+        *,
+        new: bool,
+    ) -> None:
+        if self._host is None:
+            raise BackendError("the runc backend was not started")
+        host = self._host
+        with contextlib.ExitStack() as stack:
+            namespace = None
+            if record.ids is not None:
+                namespace = await self._thread(idmap.make_namespace, record.ids)
+                stack.callback(os.close, namespace)
+            await self._thread(lambda: furnish(host, environment, record, image, namespace, new=new))
+            step("start")
+            await launch(self._runc, environment, record, key)
         step("hello")
         self._records[environment.id] = record
+        await self._thread(environment.hide_root)
         await self.guest_ready(environment.id)
         step("ready")
-
-    def _make_disk(self, environment: Environment, spec: SandboxSpec, image: ImageRoot) -> None:
-        environment.disk.make(self._templates.get(spec.disk_mb), spec.uid, spec.gid)
-        rootfs = image.rootfs
-        if not spec.read_only_rootfs:
-            environment.make_root(rootfs)
-            rootfs = environment.root
-        layout = bundle.Layout(
-            rootfs=rootfs,
-            workspace=environment.disk.workspace,
-            sandboxd=self._sandboxd,
-            cgroups_path=self._cgroups_path(environment.id),
-            daemon_args=("--listen-fd", str(bundle.LISTEN_FD), "--config-fd", str(bundle.CONFIG_FD)),
-            binds=tuple(bundle.Bind(source, destination) for source, destination in image.binds),
-            enforces=self.capabilities.enforces,
-            has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
-            nofile_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        )
-        environment.write_bundle(bundle.config(environment.id, self.instance, spec, layout, self._seccomp))
-
-    async def _start(self, environment: Environment, key: bytes, spec: SandboxSpec) -> None:
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(environment.listen())
-            log = environment.open_log()
-            stack.callback(os.close, log)
-            daemon_config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
-            stack.callback(os.close, daemon_config)
-            os.write(daemon_config, msgspec.msgpack.encode({"key": key, "uid": spec.uid, "gid": spec.gid}))
-            os.lseek(daemon_config, 0, os.SEEK_SET)
-            name = _PREFIX + environment.id
-            await self._runc.run(name, environment.directory, log, [listener.fileno(), daemon_config])
 
     async def _undo(self, id: str) -> None:
         try:
@@ -264,10 +308,10 @@ class OciBackend(GuestBackend):
     async def destroy(self, id: str) -> None:
         if not _ID.fullmatch(id):
             return
-        creating = self._creating.get(id)
-        if creating is not None:
-            creating.cancel()
-            await ended(creating)
+        change = self._changing.get(id)
+        if change is not None:
+            change.cancel()
+            await ended(change)
         async with translated("destroying the sandbox"):
             await settled(asyncio.ensure_future(self._end(id)))
         if id not in self._removing and id in await self.list_ids():
@@ -280,30 +324,100 @@ class OciBackend(GuestBackend):
             _log.error("environment %s could not be removed; destroy it again: %s", id, error)
 
     async def _end(self, id: str) -> None:
-        """End every process of the environment; return when none is left."""
-        await self._thread(self._environment(id).forget)
+        """End every process of the environment, which cannot be found from now on; return when none is left."""
+        try:
+            await self._thread(self._environment(id).forget)
+        except OSError as error:
+            # A damaged directory, or a disk that has become read-only, must not keep processes alive.
+            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
         self._records.pop(id, None)
+        await self._end_processes(id)
+
+    async def _end_processes(self, id: str) -> None:
         await self.drop_guest(id)
         await self._thread(self._kill, id)
 
     def _kill(self, id: str) -> None:
-        end_processes(self._runc.process(_PREFIX + id), self._groups(id))
+        end_processes(self._runc.process(CONTAINER_PREFIX + id), self._groups(id))
 
     async def _remove(self, id: str) -> None:
-        """Remove what is left of an environment without processes; the first failure is raised after all was tried."""
-        environment = self._environment(id)
+        """Remove what is left of an environment without processes."""
+        directory = self._environment(id).directory
+        await self._free(id, self._environment(id).remove)
+        await self._thread(self._ranges.release, directory)
+
+    async def _free(self, id: str, last: Callable[[], None]) -> None:
+        """Free what an environment without processes holds of the host, and do ``last``.
+
+        Everything is tried; then the first failure is raised.
+        """
         failed: Exception | None = None
         try:
-            await self._runc.delete(_PREFIX + id)
+            await self._runc.delete(CONTAINER_PREFIX + id)
         except BackendError as error:
             failed = error
-        for remove in (environment.unmount, self._groups(id).remove, environment.remove):
+        for work in (self._environment(id).unmount, self._groups(id).remove, last):
             try:
-                await self._thread(remove)
+                await self._thread(work)
             except OSError as error:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    # -- stop and start ----------------------------------------------------------------
+
+    async def stop_environment(self, id: str) -> None:
+        await self._record(id)
+        if id in self._removing:
+            raise NotFoundError(f"there is no environment {id}")
+        async with translated("stopping the sandbox"):
+            await self._alone(id, self._stop(id))
+
+    async def _stop(self, id: str) -> None:
+        if await self.is_running(id):
+            with contextlib.suppress(SandboxError, TimeoutError):
+                async with asyncio.timeout(_SYNC_SECONDS):
+                    await self.sync(id)
+        await self._halt(id)
+        await self._thread(self._environment(id).disk.flush)
+
+    async def _halt(self, id: str) -> None:
+        """End every process and free all that a reboot would; the disk, the record and the key stay."""
+        await self._end_processes(id)
+        await self._free(id, self._environment(id).clear)
+
+    async def start_environment(self, id: str) -> None:
+        record = await self._record(id)
+        if id in self._removing:
+            raise NotFoundError(f"there is no environment {id}")
+        if record.ids is not None and not self.capabilities.userns:
+            raise UnsupportedError("userns", self.name, self.capabilities.notes["userns"])
+        async with translated("starting the sandbox"):
+            await self._alone(id, self._start_again(record))
+
+    async def _start_again(self, record: Record) -> None:
+        id, environment, step = record.id, self._environment(record.id), _steps("start", record.id)
+        if await self.is_running(id):
+            return
+        try:
+            step("halt")
+            await self._halt(id)
+            if record.ids is not None and not await self._thread(self._ranges.keep, record.ids, environment.directory):
+                raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
+            key = await self._thread(environment.key)
+            image = await self._thread(self._images.open, record.spec.image, record.spec.image_digest)
+            step("disk")
+            await self._build(environment, record, key, image, step, new=False)
+        except BaseException as error:
+            tail = await self._thread(environment.log_tail)
+            try:
+                await settled(asyncio.ensure_future(self._halt(id)))
+            except (OSError, BackendError):
+                _log.exception("environment %s did not start and could not be cleared; start it again", id)
+            explained = _with_log(error, tail)
+            if explained is error:
+                raise
+            raise explained from error
 
     # -- looking -----------------------------------------------------------------------
 
@@ -312,9 +426,11 @@ class OciBackend(GuestBackend):
             return await self._thread(self._list)
 
     def _list(self) -> list[str]:
-        found = {name.removeprefix(_PREFIX) for name in self._runc.names() if name.startswith(_PREFIX)}
+        found = {
+            name.removeprefix(CONTAINER_PREFIX) for name in self._runc.names() if name.startswith(CONTAINER_PREFIX)
+        }
         groups = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
-        for directory in (self._environments, *groups):
+        for directory in (self._environments, self._box, *groups):
             with contextlib.suppress(FileNotFoundError):
                 found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
         return sorted(id for id in found if _ID.fullmatch(id))
@@ -322,13 +438,13 @@ class OciBackend(GuestBackend):
     async def is_running(self, id: str) -> bool:
         if not _ID.fullmatch(id):
             return False
-        process = await self._thread(self._runc.process, _PREFIX + id)
+        process = await self._thread(self._runc.process, CONTAINER_PREFIX + id)
         return process is not None and process.alive()
 
     async def inspect(self, id: str) -> EnvironmentInfo:
         record = await self._record(id)
         async with translated("inspecting the sandbox"):
-            process = await self._thread(self._runc.process, _PREFIX + id)
+            process = await self._thread(self._runc.process, CONTAINER_PREFIX + id)
             running = process is not None and process.alive()
             details = await self._thread(observe, process if running else None, self._groups(id).limits())
         details |= {
@@ -353,11 +469,13 @@ class OciBackend(GuestBackend):
                 except BlockingIOError:
                     await asyncio.sleep(_CONNECT_PAUSE_SECONDS)
                 except OSError as error:
-                    if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
-                        raise BackendError("the sandbox is not running; destroy it and create another") from None
+                    if error.errno == errno.ENOENT:
+                        raise ConflictError("the sandbox is stopped; start it, its workspace is kept") from None
+                    if error.errno == errno.ECONNREFUSED:
+                        raise BackendError("the sandbox is not running; start it again or destroy it") from None
                     raise
                 else:
-                    return Endpoint(connection, key, record.spec, {})
+                    return Endpoint(connection, key, record.spec, record.image_env)
         raise BackendError("the sandbox's daemon takes no connection; it may be overloaded")
 
     async def kill_guest(self, id: str) -> None:
@@ -380,14 +498,28 @@ class OciBackend(GuestBackend):
         return self._records[id]
 
     def _environment(self, id: str) -> Environment:
-        return Environment(self._environments, id)
-
-    def _cgroups_path(self, id: str) -> str:
-        return f"/agent-sandbox-{self.instance}/{id}"
+        return Environment(self._environments, self._box, id)
 
     def _groups(self, id: str) -> cgroups.Groups:
-        return cgroups.Groups(self._hierarchies, self._cgroups_path(id))
+        return cgroups.Groups(self._hierarchies, f"/agent-sandbox-{self.instance}/{id}")
 
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
+
+
+def _steps(change: str, id: str) -> Callable[[str], None]:
+    """A function that logs the step that a change comes to."""
+    what, started = f"{change} {id}", time.monotonic()
+
+    def step(name: str) -> None:
+        _log.debug("%s: %s at %.1f ms", what, name, (time.monotonic() - started) * 1000)
+
+    return step
+
+
+def _with_log(error: BaseException, tail: str) -> BaseException:
+    """The error with the daemon's last words, where it is one that they may explain."""
+    if type(error) is BackendError and tail:
+        return BackendError(f"{error.message}; its log ends with: {tail}")
+    return error

@@ -7,6 +7,11 @@ The rules
   host or changes it is masked or read-only, the same list that container engines use.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory,
   ``/workspace`` is on its own disk, the others are small and root's.
+* With a range of host ids of its own, the sandbox's root is nobody on the host, and so is its user. Devices
+  are then bound from the host by the runtime, since no such root may make one.
+* Control groups are shown read-only, in a namespace of their own: a program reads its limits there and sees nothing
+  else. ``/sys/fs`` holds nothing but them: other files there name the host's disks.
+* The network is the sandbox's own, also its low ports and echo requests.
 * The daemon is bound from the host into ``/run``, a file system of the sandbox's own, so images need no place for it.
 * Mounts are made in the order of the list; one that covers a part of another comes after it.
 """
@@ -18,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_sandbox.backends.oci.idranges import SIZE
 from agent_sandbox.types import WORKSPACE, LimitName, SandboxSpec
 
 LABEL = "io.agent-sandbox"
@@ -56,9 +62,8 @@ MASKED = (
     "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
-    "/sys/fs",
 )
-READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,8 @@ class Layout:
 
     ``daemon_args`` follow the daemon's path; ``binds`` come from the image; ``enforces`` are the limits that the kernel
     can keep and ``has_swap_limit`` says whether it limits swap with memory: the runtime fails on others;
-    ``nofile_limit`` is the host's own hard limit of descriptors.
+    ``user_namespace`` is the path of the one to join, None where the sandbox shares the host's ids, and ``ids`` the
+    first host id in it.
     """
 
     rootfs: Path
@@ -86,13 +92,13 @@ class Layout:
     binds: tuple[Bind, ...] = ()
     enforces: frozenset[LimitName] = frozenset({"cpus", "memory", "pids"})
     has_swap_limit: bool = True
-    nofile_limit: int = NOFILE
+    user_namespace: str | None = None
+    ids: int = 0
 
 
 def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any]) -> dict[str, Any]:
     """Build the config.json of environment ``id``; its limits are those of ``spec``."""
     capabilities = list(DAEMON_CAPABILITIES)
-    nofile = min(NOFILE, layout.nofile_limit % _UNLIMITED)
     return {
         "ociVersion": "1.0.2",
         "hostname": "sandbox",
@@ -106,14 +112,14 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "noNewPrivileges": True,
-            "rlimits": [
-                {"type": "RLIMIT_NOFILE", "soft": nofile, "hard": nofile},
-                {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
-            ],
         },
         "mounts": mounts(spec, layout),
         "linux": {
-            "namespaces": [{"type": name} for name in ("pid", "ipc", "uts", "mount", "network", "cgroup")],
+            **namespaces(layout),
+            "sysctl": {
+                "net.ipv4.ip_unprivileged_port_start": "0",
+                "net.ipv4.ping_group_range": f"{spec.gid} {spec.gid}",
+            },
             "cgroupsPath": layout.cgroups_path,
             "resources": resources(spec, layout.enforces, has_swap_limit=layout.has_swap_limit),
             "seccomp": dict(seccomp),
@@ -122,6 +128,24 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             "rootfsPropagation": "rprivate",
         },
     }
+
+
+def namespaces(layout: Layout) -> dict[str, Any]:
+    """The namespaces of a sandbox, all of them its own, and how its ids map to the host's where it has its own."""
+    new = [{"type": name} for name in ("pid", "ipc", "uts", "mount", "network", "cgroup")]
+    if layout.user_namespace is None:
+        return {"namespaces": new}
+    mapped = [{"containerID": 0, "hostID": layout.ids, "size": SIZE}]
+    return {
+        "namespaces": [*new, {"type": "user", "path": layout.user_namespace}],
+        "uidMappings": mapped,
+        "gidMappings": mapped,
+    }
+
+
+def process_limits(host_nofile: int) -> dict[str, int]:
+    """The limits of each process by prlimit(1)'s names; ``host_nofile`` is the host's hard limit of descriptors."""
+    return {"nofile": min(NOFILE, host_nofile % _UNLIMITED), "core": 0}
 
 
 def labels(id: str, instance: str) -> dict[str, str]:
@@ -150,6 +174,8 @@ def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
         *(_bind(bind.source, bind.destination, "ro") for bind in layout.binds),
         _mount("proc", "/proc", "nosuid", "nodev", "noexec", "hidepid=2"),
         _mount("sysfs", "/sys", "nosuid", "nodev", "noexec", "ro"),
+        _mount("tmpfs", "/sys/fs", "nosuid", "nodev", "noexec", "ro", "mode=0555", "size=64k"),
+        _mount("cgroup", "/sys/fs/cgroup", "nosuid", "nodev", "noexec", "ro"),
         _mount("tmpfs", "/dev", "nosuid", "noexec", "mode=0755", "size=1m"),
         _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
         _mount("tmpfs", "/dev/shm", "nosuid", "nodev", "noexec", "mode=1777", f"size={shm}m"),

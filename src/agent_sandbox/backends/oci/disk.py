@@ -7,9 +7,14 @@ Strategy
   with ENOSPC inside this one sandbox. Images are sparse, so the host's disk may be promised more than once.
 * The loop device is set to clear itself when its mount goes, so unmounting is all there is to undo. It reads and
   writes the image directly where the host's file system can, so that nothing is cached twice.
-* The host mounts only images made here and written through the mount ever since; never one from elsewhere.
+* The host mounts only images made here and written through the mount ever since; never one from elsewhere. The mount
+  point is not beside the image: the image outlives a reboot, and the mount point is of a directory that does not.
+* The disk's own root is closed to everybody but the sandbox's root (mode 0710): below it stands what the host does for
+  this sandbox, and its ids belong to nobody else on the host.
 * On the disk stand ``workspace`` (bound into the sandbox; ``lost+found`` stays outside), ``upper`` and ``work`` (a
-  writable root's changes) and the daemon's log, all within the same limit.
+  writable root's changes), the daemon's log, all within the same limit, and the places ``root`` and ``lower`` where the
+  sandbox's root file system is put together.
+* A disk whose kernel went away under it is mended by e2fsck before it is mounted again; a clean one needs no program.
 
 Known ugliness: LOOP_CTL_GET_FREE names a device without reserving it, so two users race for it; the loser tries again.
 """
@@ -24,6 +29,7 @@ import secrets
 import stat
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 from agent_sandbox.backends.oci import mounts
@@ -38,6 +44,14 @@ _LOOP_MAJOR = 7
 _TEMPLATES_KEPT = 16
 """Sizes remembered. Each costs about 150 KiB; a size that went is made again in some 5 ms."""
 _MKFS_SECONDS = 60.0
+_FSCK_SECONDS = 600.0
+"""A journal is replayed in 20 ms; a whole check of a large disk takes minutes."""
+_FSCK_MENDED = (0, 1, 2)
+"""Exit codes of e2fsck(8): nothing wrong, mended, mended and wishing for a reboot (of a mounted root only)."""
+_FREE_SECONDS = 5.0
+_SUPERBLOCK, _SUPERBLOCK_BYTES = 1024, 1024
+_EXT4_MAGIC, _EXT4_VALID, _EXT4_NEEDS_RECOVERY = 0xEF53, 1, 4
+_ENV = {"PATH": "/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
 _FORMAT = "v1"
 """When changing the options of mkfs: count this up, or old templates stay in use."""
 _MKFS = (
@@ -48,22 +62,56 @@ _MKFS = (
 
 
 class Disk:
-    """One sandbox's disk below its environment's directory: ``disk.img`` mounted on ``mnt``."""
+    """One sandbox's disk: ``disk.img`` in its environment's directory, mounted on ``mount_point``.
 
-    def __init__(self, directory: Path) -> None:
+    A failure of any method leaves what was made so far, which unmounting and removing the directories undoes.
+    """
+
+    def __init__(self, directory: Path, mount_point: Path) -> None:
         self.image = directory / "disk.img"
-        self.mount_point = directory / "mnt"
+        self.mount_point = mount_point
+        self.root = self.mount_point / "root"
+        self.lower = self.mount_point / "lower"
         self.workspace = self.mount_point / "workspace"
         self.upper = self.mount_point / "upper"
         self.work = self.mount_point / "work"
         self.log = self.mount_point / "sandboxd.log"
 
-    def make(self, template: Path, uid: int, gid: int) -> None:
-        """Copy ``template``, mount it and make the workspace, owned by ``uid``:``gid``, 0755.
+    def make(self, template: Path, uid: int, gid: int, base: int) -> None:
+        """Copy ``template``, mount it and make what stands on it.
 
-        A failure leaves what was made so far, which :meth:`unmount` and removing the directory undo.
+        The workspace is owned by ``uid``:``gid``, 0755; a writable root's changes by the sandbox's root. ``base`` is
+        the host id of the sandbox's root: 0 where it has no ids of its own.
         """
         clone(template, self.image)
+        self._mount()
+        os.chown(self.mount_point, 0, base)
+        self.mount_point.chmod(0o710)
+        for directory in (self.workspace, self.upper, self.work, self.root, self.lower):
+            directory.mkdir()
+            directory.chmod(0o755)
+        os.chown(self.upper, base, base)
+        os.chown(self.workspace, base + uid, base + gid)
+
+    def open(self) -> None:
+        """Mount the disk of a sandbox that was stopped, mended where its last mount did not end well.
+
+        :class:`BackendError` when it cannot be mended, or when something still holds it: two mounts of one disk would
+        destroy it. :class:`FileNotFoundError` without an image.
+        """
+        self._wait_until_free()
+        if not _is_clean(self.image):
+            _mend(self.image)
+        self._mount()
+        for directory in (self.root, self.lower):  # disks of an older release lack them
+            directory.mkdir(exist_ok=True)
+
+    def flush(self) -> None:
+        """Bring an unmounted disk's image to the host's storage. Nothing happens without an image."""
+        with contextlib.suppress(FileNotFoundError), self.image.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _mount(self) -> None:
         self.mount_point.mkdir(mode=0o700, exist_ok=True)
         device, number = _attach(self.image)
         try:
@@ -71,15 +119,14 @@ class Disk:
             mounts.mount(f"/dev/loop{number}", self.mount_point, "ext4", flags)
         finally:
             os.close(device)
-        for directory in (self.workspace, self.upper, self.work):
-            directory.mkdir()
-            directory.chmod(0o755)
-        os.chown(self.workspace, uid, gid)
 
-    def unmount(self) -> None:
-        """Unmount the disk, whose loop device then clears itself. Nothing happens when it is not mounted."""
-        while mounts.unmount(self.mount_point):
-            pass
+    def _wait_until_free(self) -> None:
+        """Loop devices clear themselves a moment after the last mount has gone."""
+        deadline = time.monotonic() + _FREE_SECONDS
+        while _is_attached(self.image):
+            if time.monotonic() > deadline:
+                raise BackendError("the sandbox's disk is still in use; try again in a moment")
+            time.sleep(0.01)
 
 
 class Templates:
@@ -161,7 +208,7 @@ def _mkfs(image: Path) -> None:
             capture_output=True,
             timeout=_MKFS_SECONDS,
             check=False,
-            env={"PATH": "/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"},
+            env=_ENV,
         )
     except FileNotFoundError as error:
         raise BackendError("mkfs.ext4 is not installed; install it with: apt-get install e2fsprogs") from error
@@ -169,6 +216,46 @@ def _mkfs(image: Path) -> None:
         raise BackendError(f"mkfs.ext4 did not finish within {_MKFS_SECONDS:.0f} seconds") from error
     if done.returncode != 0:
         raise BackendError(f"mkfs.ext4 failed: {done.stderr[-500:].decode(errors='replace').strip()}")
+
+
+def _is_clean(image: Path) -> bool:
+    """Whether the last mount of an ext4 image ended in order: its superblock says so, and no journal waits."""
+    with image.open("rb") as file:
+        file.seek(_SUPERBLOCK)
+        block = file.read(_SUPERBLOCK_BYTES)
+    if len(block) < _SUPERBLOCK_BYTES:
+        return False
+    magic, state = struct.unpack_from("<2H", block, 0x38)
+    (incompatible,) = struct.unpack_from("<I", block, 0x60)
+    return bool(magic == _EXT4_MAGIC and state == _EXT4_VALID and not incompatible & _EXT4_NEEDS_RECOVERY)
+
+
+def _mend(image: Path) -> None:
+    """Replay the journal and repair what can be repaired without a question: ``e2fsck -p``."""
+    try:
+        done = subprocess.run(
+            ["e2fsck", "-p", str(image)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_FSCK_SECONDS,
+            check=False,
+            env=_ENV,
+        )
+    except FileNotFoundError as error:
+        raise BackendError("e2fsck is not installed; install it with: apt-get install e2fsprogs") from error
+    except subprocess.TimeoutExpired as error:
+        raise BackendError(f"e2fsck did not finish within {_FSCK_SECONDS:.0f} seconds") from error
+    if done.returncode not in _FSCK_MENDED:
+        words = (done.stdout + done.stderr)[-500:].decode(errors="replace").replace(str(image), "disk.img").strip()
+        raise BackendError(f"the sandbox's disk is damaged and was left as it is: {words}")
+
+
+def _is_attached(image: Path) -> bool:
+    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rstrip("\n") == str(image):
+                return True
+    return False
 
 
 def _attach(image: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""One environment's directory: its record, key, socket and disk.
+"""One environment's files: its record, key, socket and disk.
 
 ::
 
@@ -7,11 +7,14 @@
     ├── key                     0600, the 32 bytes that prove either side of the wire to the other
     ├── config.json             the bundle (nothing secret)
     ├── sock                    where sandboxd listens; bound here, handed over, so it outlives the server
-    ├── disk.img, mnt/          the disk and where it is mounted
-    └── root/                   the overlay of a writable root file system
+    └── disk.img                the disk
+    /run/agent-sandbox/<instance>/box/<id>/
+                                where the disk is mounted, and on it the root file system is put together
 
 The record comes first and whole, so that whatever else is there can be found and removed. It holds the values of the
-sandbox's environment, for which both modes are what they are. The functions block, but for the socket's.
+sandbox's environment, for which both modes are what they are. What a reboot takes is below ``/run``, what it leaves is
+in the directory. A sandbox's root is no user of the host's, so it could not pass through DATA_DIR to its own root file
+system: that is the other reason for the place of the mount. The functions block, but for the socket's.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ import secrets
 import shutil
 import socket
 import stat
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from agent_sandbox.backends.oci import mounts
+import msgspec
+
+from agent_sandbox.backends.oci import idmap, mounts
 from agent_sandbox.backends.oci.disk import Disk
+from agent_sandbox.backends.oci.idranges import END
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
@@ -45,31 +52,43 @@ _LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What an environment was made from. ``rootfs`` is the directory of the image's content."""
+    """What an environment was made from.
+
+    ``rootfs`` is the directory of the image's content, ``ids`` the first of its 65,536 host ids: None when it shares
+    the host's. ``image_env`` is the image's part of each command's environment.
+    """
 
     id: str
     spec: SandboxSpec
     rootfs: Path
+    ids: int | None = None
+    image_env: Mapping[str, str] = field(default_factory=dict)
 
 
 class Environment:
-    """The files of environment ``id`` below ``parent``. Making the object touches nothing."""
+    """The files of environment ``id`` below ``parent``, its mount below ``box``. Making the object touches nothing."""
 
-    def __init__(self, parent: Path, id: str) -> None:
+    def __init__(self, parent: Path, box: Path, id: str) -> None:
         self.id = id
         self.directory = parent / id
-        self.disk = Disk(self.directory)
-        self.root = self.directory / "root"
+        self.disk = Disk(self.directory, box / id)
         self._record = self.directory / "spec.json"
         self._key = self.directory / "key"
 
-    def make(self, record: Record) -> bytes:
-        """Make the directory with its record, synced, and a fresh key, which is returned.
-
-        :class:`FileExistsError` when there is one already.
-        """
+    def reserve(self) -> None:
+        """Make the directory, empty. :class:`FileExistsError` when there is one already."""
         self.directory.mkdir(mode=0o700)
-        text = {"version": VERSION, "id": record.id, "rootfs": str(record.rootfs), "spec": _spec_to_json(record.spec)}
+
+    def make(self, record: Record) -> bytes:
+        """Write the record, synced, and a fresh key, which is returned, into the reserved directory."""
+        text = {
+            "version": VERSION,
+            "id": record.id,
+            "rootfs": str(record.rootfs),
+            "spec": _spec_to_json(record.spec),
+            "ids": record.ids,
+            "image_env": dict(record.image_env),
+        }
         write_private(self._record, json.dumps(text).encode())
         key = secrets.token_bytes(KEY_BYTES)
         descriptor = os.open(self._key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -86,16 +105,14 @@ class Environment:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
         try:
             with self._record.open("rb") as file:
-                raw = file.read(_RECORD_BYTES + 1)
+                stored = msgspec.convert(json.loads(file.read(_RECORD_BYTES + 1)), _Stored)
+            if stored.version != VERSION or stored.id != self.id:
+                raise ValueError("another version or environment")
         except FileNotFoundError:
             raise NotFoundError(f"there is no environment {self.id}") from None
-        try:
-            value = json.loads(raw)
-            if value["version"] != VERSION or value["id"] != self.id:
-                raise ValueError("another version or environment")
-            return Record(self.id, _spec_from_json(value["spec"]), Path(value["rootfs"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+        return Record(self.id, stored.spec, Path(stored.rootfs), stored.ids, stored.image_env)
 
     def key(self) -> bytes:
         """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
@@ -103,12 +120,15 @@ class Environment:
             key = self._key.read_bytes()
         except FileNotFoundError:
             raise NotFoundError(f"there is no environment {self.id}") from None
+        except OSError as error:
+            raise BackendError(f"the key of environment {self.id} is damaged; destroy it") from error
         if len(key) != KEY_BYTES:
             raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
         return key
 
     def listen(self) -> socket.socket:
-        """Bind the socket that the daemon gets."""
+        """Bind the socket that the daemon gets, in the place of an earlier one."""
+        (self.directory / "sock").unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _directory(self.directory) as base:
@@ -157,19 +177,50 @@ class Environment:
             file.seek(max(0, state.st_size - _LOG_TAIL_BYTES))
             return file.read(_LOG_TAIL_BYTES).decode(errors="replace").strip()
 
-    def make_root(self, lower: Path) -> None:
-        """Mount a writable root on ``root``: the image below, the sandbox's own disk above."""
-        self.root.mkdir(mode=0o755)
+    def make_root(
+        self, rootfs: Path, binds: Sequence[tuple[Path, str]], namespace: int | None, *, writable: bool
+    ) -> None:
+        """Put the root file system together on ``disk.root``.
+
+        It shows ``rootfs``, with the ids of ``namespace`` where there is one: read-only with ``binds`` on it, or
+        writable with the changes on the sandbox's disk.
+        """
+        if not writable and namespace is not None:
+            idmap.attach(rootfs, self.disk.root, namespace)
+            for source, destination in binds:
+                idmap.attach(source, self.disk.root / destination.lstrip("/"), namespace)
+            return
+        if namespace is None:
+            self._overlay(rootfs)
+            return
+        idmap.attach(rootfs, self.disk.lower, namespace)
+        self._overlay(self.disk.lower)
+        mounts.detach(self.disk.lower)
+
+    def _overlay(self, lower: Path) -> None:
         parts = (lower, self.disk.upper, self.disk.work)
         with contextlib.ExitStack() as stack:
             lower_, upper, work = (stack.enter_context(_directory(part)) for part in parts)
             options = f"lowerdir={lower_},upperdir={upper},workdir={work},redirect_dir=on,metacopy=off"
-            mounts.mount("overlay", self.root, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+            mounts.mount("overlay", self.disk.root, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+
+    def hide_root(self) -> None:
+        """Take the root file system out of the host's sight, once the sandbox has it."""
+        for point in mounts.mounted_below(self.disk.root):
+            mounts.detach(point)
 
     def unmount(self) -> None:
-        """Unmount whatever is mounted below the directory, the latest first."""
-        for point in mounts.mounted_below(self.directory):
-            mounts.unmount(point)
+        """Unmount whatever is mounted for the environment, the latest first, and remove the mount point."""
+        for place in (self.disk.mount_point, self.directory):
+            for point in mounts.mounted_below(place):
+                mounts.unmount(point)
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.mount_point.rmdir()
+
+    def clear(self) -> None:
+        """Remove what a stopped environment does not need."""
+        for name in ("sock", "config.json"):
+            (self.directory / name).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove the directory, whose mounts have gone. :class:`OSError` (EBUSY) when one has not."""
@@ -201,9 +252,19 @@ def _directory(path: Path) -> Any:
         os.close(descriptor)
 
 
+class _Stored(msgspec.Struct):
+    """The record as it must be on the disk. The decoder checks every type, down to each variable's.
+
+    Records of older releases lack what has a default.
+    """
+
+    version: int
+    id: str
+    rootfs: str
+    spec: SandboxSpec
+    ids: Annotated[int, msgspec.Meta(gt=0, lt=END)] | None = None
+    image_env: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 def _spec_to_json(spec: SandboxSpec) -> dict[str, Any]:
     return {**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, "env": dict(spec.env)}
-
-
-def _spec_from_json(value: dict[str, Any]) -> SandboxSpec:
-    return SandboxSpec(**value)

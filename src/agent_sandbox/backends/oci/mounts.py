@@ -21,12 +21,30 @@ _BUSY_SECONDS = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
 _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_libc.syscall.restype = ctypes.c_long
+
+
+def system_call(number: int, *arguments: int | bytes) -> int:
+    """Make a system call that the C library may not know; see syscall(2)."""
+    values = [value if isinstance(value, bytes) else ctypes.c_long(value) for value in arguments]
+    result = _libc.syscall(ctypes.c_long(number), *values)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return int(result)
 
 
 def mount(source: str, target: Path, kind: str, flags: int, data: str = "") -> None:
     """Mount ``source`` on the directory ``target``; see mount(2)."""
     result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), flags, os.fsencode(data) or None)
     if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(target))
+
+
+def detach(target: Path) -> None:
+    """Take ``target`` and all that is mounted below it out of sight; who is in there keeps it."""
+    if _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW | _MNT_DETACH) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(target))
 
@@ -49,15 +67,15 @@ def unmount(target: Path) -> bool:
 
 
 def mounted_below(directory: Path, table: str | None = None) -> list[Path]:
-    """The mount points below ``directory``, innermost and latest first: the order in which they can be unmounted.
+    """The mount points on and below ``directory``, innermost and latest first: the order in which to unmount them.
 
     ``table`` is the text of a mountinfo file (proc_pid_mountinfo(5)); by default this process's own.
     """
     if table is None:
         table = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
-    prefix = str(directory) + "/"
+    itself, prefix = str(directory), str(directory) + "/"
     found = [unescape(line.split(" ", 5)[4]) for line in table.splitlines()]
-    return [Path(path) for path in reversed(found) if path.startswith(prefix)]
+    return [Path(path) for path in reversed(found) if path == itself or path.startswith(prefix)]
 
 
 def unescape(field: str) -> str:

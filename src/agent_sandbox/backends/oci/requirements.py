@@ -39,15 +39,19 @@ def find_sandboxd(configured: str) -> Path:
             ) from error
     if not path.is_file() or not os.access(path, os.X_OK):
         raise BackendError(f"{path} is not an executable file; AGENT_SANDBOX_SANDBOXD names the sandboxd binary")
+    if path.stat().st_mode & 0o005 != 0o005:
+        raise BackendError(f"{path} must be readable and executable by everybody; run: chmod 755 {path}")
     return path
 
 
-def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capabilities:
-    """What this backend offers where the kernel keeps ``limits`` by control groups."""
-    notes = {
-        "userns": "all sandboxes share the host's user ids, and so its limits for each user",
-        "disk": "size only; its bandwidth is not limited",
-    }
+def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, no_userns: str) -> Capabilities:
+    """What this backend offers where the kernel keeps ``limits`` by control groups.
+
+    ``no_userns`` says why sandboxes get no host ids of their own; it is empty where they do.
+    """
+    notes = {"disk": "size only; its bandwidth is not limited"}
+    if no_userns:
+        notes["userns"] = f"all sandboxes share the host's user ids, and so its limits for each user: {no_userns}"
     notes |= {
         limit: "this kernel lacks the control group" for limit in ("cpus", "memory", "pids") if limit not in limits
     }
@@ -57,6 +61,7 @@ def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capab
         isolation="container",
         enforces=limits | {"disk", "network"},
         network=frozenset({"none"}),
+        userns=not no_userns,
         guest=True,
         notes=notes,
     )

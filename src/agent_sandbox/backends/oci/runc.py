@@ -4,6 +4,9 @@ runc takes the descriptors to pass on by number (3, 4, …), which in a process 
 actions can give without a helper: :func:`os.posix_spawn`. The child is waited for through a pidfd on the event loop.
 It runs in its own session, so that a Ctrl-C at the server's terminal reaches neither it nor a sandbox.
 
+Limits of single processes are given to runc itself, by ``prlimit``, for its containers to inherit. Those in a bundle it
+would set from outside, which takes a privilege in the sandbox's own user namespace that this host's root may lack.
+
 runc's state directory is only read (``state.json``), which spares a process where nothing changes.
 """
 
@@ -16,7 +19,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,13 +62,17 @@ class Runc:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._program = ""
+        self._limiter = ""
 
     async def find(self) -> str:
         """Locate runc and return its version. :class:`BackendError` with the remedy when it is not there."""
         program = shutil.which("runc", path=os.environ.get("PATH", "") + ":" + _ENV["PATH"])
         if program is None:
             raise BackendError(f"runc is not installed; {INSTALL}")
-        self._program = program
+        limiter = shutil.which("prlimit", path=os.environ.get("PATH", "") + ":" + _ENV["PATH"])
+        if limiter is None:
+            raise BackendError("prlimit is not installed; install it with: apt-get install util-linux")
+        self._program, self._limiter = program, limiter
         code, output = await self._capture(["--version"], _VERSION_SECONDS)
         if code != 0 or not output.startswith("runc version "):
             raise BackendError(f"{program} does not answer as runc: {output or f'exit code {code}'}")
@@ -75,14 +82,17 @@ class Runc:
         """Whether the program that :meth:`find` found is still there."""
         return bool(self._program) and os.access(self._program, os.X_OK)
 
-    async def run(self, name: str, bundle: Path, output: int, descriptors: Sequence[int]) -> None:
+    async def run(
+        self, name: str, bundle: Path, output: int, descriptors: Sequence[int], limits: Mapping[str, int]
+    ) -> None:
         """Start the container and return once its first process runs.
 
-        ``descriptors`` become 3, 4, … in it, ``output`` its standard output and error. :class:`BackendError` when it
-        does not start; what runc said is in ``output``.
+        ``descriptors`` become 3, 4, … in it, ``output`` its standard output and error, ``limits`` those of each of its
+        processes, by prlimit(1)'s names. :class:`BackendError` when it does not start; what runc said is in ``output``.
         """
         argv = ["run", "--detach", "--preserve-fds", str(len(descriptors)), "--bundle", str(bundle), name]
-        code = await self._call(argv, output, _RUN_SECONDS, descriptors)
+        limiter = [self._limiter, *(f"--{limit}={value}:{value}" for limit, value in limits.items())]
+        code = await self._call(argv, output, _RUN_SECONDS, descriptors, limiter)
         if code != 0:
             raise BackendError(f"runc could not start the sandbox (exit code {code})")
 
@@ -138,9 +148,19 @@ class Runc:
         finally:
             os.close(memory)
 
-    async def _call(self, argv: Sequence[str], output: int, seconds: float, descriptors: Sequence[int] = ()) -> int:
-        """Run runc to its end; return its exit code, negative for a signal. It is killed after ``seconds``."""
-        pid = self._spawn([self._program, "--root", str(self.root), *argv], output, descriptors)
+    async def _call(
+        self,
+        argv: Sequence[str],
+        output: int,
+        seconds: float,
+        descriptors: Sequence[int] = (),
+        through: Sequence[str] = (),
+    ) -> int:
+        """Run runc to its end; return its exit code, negative for a signal. It is killed after ``seconds``.
+
+        ``through`` is a program, with its arguments, that becomes runc.
+        """
+        pid = self._spawn([*through, self._program, "--root", str(self.root), *argv], output, descriptors)
         pidfd = os.pidfd_open(pid)
         grace = _KILL_GRACE_SECONDS
         ended = asyncio.ensure_future(_readable(pidfd))

@@ -1,0 +1,90 @@
+"""Putting an environment's runtime half together: disk, root file system, bundle, container.
+
+The same road for a new environment and for one that was stopped; they differ in where the disk comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agent_sandbox.backends.oci import bundle, cgroups
+from agent_sandbox.backends.oci.disk import Templates
+from agent_sandbox.backends.oci.environment import Environment, Record
+from agent_sandbox.backends.oci.runc import Runc
+from agent_sandbox.images import ImageRoot
+from agent_sandbox.types import LimitName
+
+CONTAINER_PREFIX = "asb-"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What all environments of one server share."""
+
+    instance: str
+    sandboxd: Path
+    hierarchies: cgroups.Hierarchies
+    enforces: frozenset[LimitName]
+    seccomp: Mapping[str, Any]
+    templates: Templates
+
+    def cgroups_path(self, id: str) -> str:
+        """Where the control groups of environment ``id`` are below every hierarchy."""
+        return f"/agent-sandbox-{self.instance}/{id}"
+
+
+def furnish(
+    host: Host, environment: Environment, record: Record, image: ImageRoot, namespace: int | None, *, new: bool
+) -> None:
+    """Mount the disk, made when ``new``, put the root file system together and write the bundle. Blocks for 20 ms.
+
+    ``namespace`` is a descriptor of the user namespace with the record's ids; None where it has none. It must stay open
+    until the container runs.
+    """
+    spec, disk = record.spec, environment.disk
+    if new:
+        disk.make(host.templates.get(spec.disk_mb), spec.uid, spec.gid, record.ids or 0)
+    else:
+        disk.open()
+    rootfs, binds = record.rootfs, image.binds
+    writable = not spec.read_only_rootfs
+    if writable or namespace is not None:
+        environment.make_root(rootfs, binds, namespace, writable=writable)
+        rootfs, binds = disk.root, ()
+    layout = bundle.Layout(
+        rootfs=rootfs,
+        workspace=disk.workspace,
+        sandboxd=host.sandboxd,
+        cgroups_path=host.cgroups_path(environment.id),
+        daemon_args=("--listen-fd", str(bundle.LISTEN_FD), "--config-fd", str(bundle.CONFIG_FD)),
+        binds=tuple(bundle.Bind(source, destination) for source, destination in binds),
+        enforces=host.enforces,
+        has_swap_limit=cgroups.has_swap_limit(host.hierarchies),
+        user_namespace=None if namespace is None else f"/proc/{os.getpid()}/fd/{namespace}",
+        ids=record.ids or 0,
+    )
+    environment.write_bundle(bundle.config(environment.id, host.instance, spec, layout, host.seccomp))
+
+
+async def launch(runc: Runc, environment: Environment, record: Record, key: bytes) -> None:
+    """Start the container, with the socket that its daemon listens on and the daemon's private configuration."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(environment.listen())
+        log = environment.open_log()
+        stack.callback(os.close, log)
+        daemon_config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
+        stack.callback(os.close, daemon_config)
+        text = msgspec.msgpack.encode({"key": key, "uid": record.spec.uid, "gid": record.spec.gid})
+        os.write(daemon_config, text)
+        os.lseek(daemon_config, 0, os.SEEK_SET)
+        name = CONTAINER_PREFIX + environment.id
+        limits = bundle.process_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+        await runc.run(name, environment.directory, log, [listener.fileno(), daemon_config], limits)
