@@ -187,10 +187,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/v2/":
             self._send(200, b"{}")
             return
-        _, _, name, kind, wanted = [*self.path.split("/"), "", "", ""][:5]
+        name, kind, wanted = ["", "", *self.path.removeprefix("/v2/").rsplit("/", 2)][-3:]
         found = self._find(kind, wanted) if name == "tools" else None
         if found is None:
-            self._send(404, _problem("MANIFEST_UNKNOWN" if kind == "manifests" else "BLOB_UNKNOWN"))
+            code = "NAME_UNKNOWN" if name != "tools" else "MANIFEST_UNKNOWN" if kind == "manifests" else "BLOB_UNKNOWN"
+            self._send(404, _problem(code))
         else:
             content, media_type = found
             self._send(200, content, ("Content-Type", media_type), ("Docker-Content-Digest", sha256(content)))

@@ -1,12 +1,12 @@
 """What a source of an image is: told by its name when it is in a registry, by its content when it is a file here.
 
-A tar is a root file system unless everything at its top belongs to a packed image. Docker's own archives of today are
-both kinds of packed image at once; then it is the OCI layout that counts, since it has digests.
+A tar is a root file system when it has a directory at its top that only those have, or nothing of a packed image.
+Docker's own archives of today are both kinds of packed image at once; then it is the OCI layout that counts, since it
+has digests.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -18,9 +18,7 @@ from agent_sandbox.images.sources import decompressed, members, whole_tar
 Kind = Literal["dir", "tar", "oci", "docker-archive", "registry"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-_PACKED = re.compile(
-    r"oci-layout|index\.json|blobs|manifest\.json|repositories|[0-9a-f]{64}|[0-9a-f]{64}\.(json|tar)|(sha256:)?[0-9a-f]{64}"
-)
+_ROOT = {"bin", "dev", "etc", "home", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "tmp", "usr", "var"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +77,9 @@ def _kind_of_tar(path: Path) -> Kind:
     with whole_tar(path), path.open("rb") as raw, decompressed(raw) as stream:
         for _, member in members(stream):
             name = member.name.removeprefix("./").partition("/")[0]
-            if name in ("", "."):
-                continue
-            if not _PACKED.fullmatch(name):
+            if name in _ROOT:
                 return "tar"
-            found.add(name)
+            found |= {name} & {"oci-layout", "index.json", "manifest.json"}
             if {"oci-layout", "index.json"} <= found:
                 return "oci"
     return "docker-archive" if "manifest.json" in found else "oci" if "oci-layout" in found else "tar"

@@ -14,9 +14,11 @@ Strategy
   image and borrows the other's blobs; an archive is passed as an open file.
 * What is said about the image (index, manifest, config) we read ourselves, by digest, before a byte of a layer moves:
   which image is meant, whether it is for this machine, whether it is whole, whether it fits on the disk.
-* umoci is taken to stay inside its directory, and nothing more: what it leaves is walked before anything else looks at
-  it. Devices and sockets go, extended attributes go (file capabilities, and names that overlayfs would obey), and the
-  limits are those of every other import. Set-id bits stay: a sandbox's mounts are nosuid.
+* umoci is taken to stay inside its directory, and nothing more. (umoci 0.4 removes the directory above, too, when a
+  layer has a whiteout for ``..``: so there is one of ours above that holds nothing else.) What it leaves is walked
+  before anything else looks at it. Devices and sockets go, extended attributes go (file capabilities, and names that
+  overlayfs would obey), and the limits are those of every other import. Set-id bits stay: a sandbox's mounts are
+  nosuid.
 * A registry is asked once, and what it said is what is fetched: the copy names the digest that was checked.
 """
 
@@ -173,9 +175,13 @@ class _Work:
         manifest = self._layout.manifest(plain)
         with _said_by("the image"):
             tick = self._tick("unpack", manifest.layer_bytes, reads=True)
-            argv = ["umoci", "raw", "unpack", "--image", f"layout:{_TAG}", "unpacked"]
+            (self._scratch / "below").mkdir()
+            argv = ["umoci", "raw", "unpack", "--image", f"layout:{_TAG}", "below/unpacked"]
             run(argv, self._scratch, tick)
-        (self._scratch / "unpacked").rename(rootfs)
+        try:
+            (self._scratch / "below/unpacked").rename(rootfs)
+        except FileNotFoundError:
+            raise InvalidRequestError("the image is damaged: its layers remove its own root directory") from None
         return config
 
     def _tick(self, phase: str, total: int, *, reads: bool = False) -> Tick:
