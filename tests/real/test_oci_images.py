@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import socket
 import subprocess
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from agent_sandbox.errors import NotFoundError
 from agent_sandbox.images import ImageStore
 from agent_sandbox.types import ExecExit, ExecOutput, SandboxSpec
 from tests.real.leaks import resources, wait_until_clean
+from tests.unit.images_harness import docker_archive
 
 pytestmark = pytest.mark.real
 
@@ -38,9 +40,9 @@ async def backend(tmp_path: Path) -> AsyncIterator[OciBackend]:
     await wait_until_clean(tmp_path / "data")
 
 
-async def run(backend: OciBackend, command: str, id: str = "sb1-1") -> str:
+async def run(backend: OciBackend, command: str, id: str = "sb1-1", **env: str) -> str:
     output, end = b"", None
-    async for event in backend.exec(id, ["/bin/sh", "-c", command], env={}, workdir="/workspace", timeout_seconds=60):
+    async for event in backend.exec(id, ["/bin/sh", "-c", command], env=env, workdir="/workspace", timeout_seconds=60):
         if isinstance(event, ExecOutput):
             output += event.data
         elif isinstance(event, ExecExit):
@@ -175,6 +177,30 @@ async def test_an_imported_image_runs(backend: OciBackend, rootfs: Path, tmp_pat
     assert await run(backend, "ls /usr 2>/dev/null") == "[2]"
     info = await backend.inspect("sb1-1")
     assert info.details["image_digest"] == digest
+
+
+async def test_the_images_environment_is_under_every_command(backend: OciBackend, rootfs: Path, tmp_path: Path) -> None:
+    """Image, then HOME, then the sandbox's, then the command's; and so by another server that finds it again."""
+    with tarfile.open(tmp_path / "layer.tar", "w") as tar:
+        tar.add(rootfs, ".")
+    config = {
+        "Env": ["PATH=/opt/tools:/bin", "HOME=/root", "OF=image", "A=image", "B=image"],
+        "User": "root",
+        "Entrypoint": ["/bin/false"],
+        "WorkingDir": "/data",
+    }
+    saved = docker_archive(tmp_path / "saved.tar", [(["tools:1"], [(tmp_path / "layer.tar").read_bytes()], config)])
+    digest = ImageStore(tmp_path / "data").import_image("tools:1", saved).digest
+    spec = dataclasses.replace(SPEC, image="tools:1", image_digest=digest, env={"A": "sandbox", "B": "sandbox"})
+    await backend.create("sb1-1", spec)
+    asked = "echo $PATH $HOME $OF $A $B; pwd; id -u"
+    expected = "/opt/tools:/bin /workspace image sandbox exec\n/workspace\n1000\n"
+    assert await run(backend, asked, B="exec") == expected
+    again = OciBackend(Settings(data_dir=tmp_path / "data"))
+    await again.start()
+    assert await run(again, asked, B="exec") == expected
+    await again.destroy("sb1-1")
+    await again.close()
 
 
 async def test_a_writable_root_is_the_sandboxs_own(backend: OciBackend, rootfs: Path, tmp_path: Path) -> None:
