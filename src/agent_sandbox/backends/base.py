@@ -222,8 +222,8 @@ class Backend(abc.ABC):
     async def start_exec(self, id: str, request: ExecRequest) -> int:
         """Start a command that nobody has to read, and return its pid once the program runs.
 
-        It survives this process. One that cannot be started is an object too: it has ended with 127 or 126 and a
-        message. Its output goes to the ring, which keeps the newest 1 MiB. Errors are those of :meth:`open_exec`.
+        It survives this process. One that cannot be started is an object too, whose pid is 0: it has ended with 127 or
+        126 and a message. Its output goes to the ring, which keeps the newest 1 MiB. Errors as with :meth:`open_exec`.
         """
         self._no_guest()
 

@@ -100,7 +100,7 @@ class ExecObjectSuite(SuiteBase):
 
     async def test_a_kept_command_says_that_it_starts_and_is_known_after_its_end(self, box: Box) -> None:
         before = time.time()
-        command = request("echo out; echo err >&2; exit 3", "first", tag="größe")
+        command = request("echo out; sleep 0.3; echo err >&2; exit 3", "first", tag="größe")
         seen = await watch(box.backend.open_exec(box.id, command))
         assert (seen.data, seen.stderr) == (b"out\nerr\n", b"err\n")
         assert seen.end is not None
@@ -121,7 +121,7 @@ class ExecObjectSuite(SuiteBase):
         assert seen.end.code == 4
 
     async def test_a_cursor_is_exact_to_the_byte(self, box: Box) -> None:
-        await box.backend.start_exec(box.id, request("echo 12345; echo 6789 >&2; echo -n x", "a"))
+        await box.backend.start_exec(box.id, request("echo 12345; sleep 0.3; echo 6789 >&2; sleep 0.3; echo -n x", "a"))
         await ended(box, "a")
         whole = b"12345\n6789\nx"
         for cursor in range(len(whole) + 1):
@@ -218,18 +218,15 @@ class ExecObjectSuite(SuiteBase):
             await anext(events)
         assert (await attached(box, "a")).data == b"go\ndone\n"
 
-    async def test_a_detached_command_outlives_the_server(self, backend: Backend, box: Box, tmp_path: Any) -> None:
+    async def test_a_detached_command_outlives_the_server(
+        self, backend: Backend, box: Box, tmp_path: pathlib.Path
+    ) -> None:
         await backend.start_exec(box.id, request("sleep 1; cat; exit 6", "a", stdin=True))
-        other = await self.reopened(backend, pathlib.Path(tmp_path))
-        try:
-            again = Box(other, box.id, box.spec)
-            assert [status.id for status in await other.list_execs(box.id)] == ["a"]
-            assert await other.write_stdin(box.id, "a", pieces(b"after the restart")) == 17
-            await other.close_stdin(box.id, "a")
-            seen = await attached(again, "a")
-        finally:
-            if other is not backend:
-                await other.close()
+        other = await self.reopened(backend, tmp_path)
+        assert [status.id for status in await other.list_execs(box.id)] == ["a"]
+        assert await other.write_stdin(box.id, "a", pieces(b"after the restart")) == 17
+        await other.close_stdin(box.id, "a")
+        seen = await attached(Box(other, box.id, box.spec), "a")
         assert seen.data == b"after the restart"
         assert seen.end is not None
         assert seen.end.code == 6

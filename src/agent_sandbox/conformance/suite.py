@@ -51,6 +51,7 @@ class SuiteBase:
         tmp_mb=32,
         env={"FROM_SPEC": "1"},
     )
+    successor: Backend | None = None
 
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         """Return the backend, not yet started, with all its state beneath ``tmp_path``."""
@@ -59,9 +60,9 @@ class SuiteBase:
     async def reopened(self, backend: Backend, tmp_path: pathlib.Path) -> Backend:
         """What a new process of the server would have: another backend over the same state, the old one closed."""
         await backend.close()
-        other = self.make_backend(tmp_path)
-        await other.start()
-        return other
+        self.successor = self.make_backend(tmp_path)
+        await self.successor.start()
+        return self.successor
 
     @pytest_asyncio.fixture
     async def backend(self, tmp_path: pathlib.Path) -> AsyncIterator[Backend]:
@@ -70,6 +71,7 @@ class SuiteBase:
         try:
             yield backend
         finally:
+            backend = self.successor or backend
             for id in await backend.list_ids():
                 await backend.destroy(id)
             for _ in range(100):

@@ -91,8 +91,12 @@ class Commands(Connection):
 
     async def start_exec(self, program: Program) -> int:
         """Start a command that goes on without a reader; return its pid, 0 when it could not be started."""
-        args = _start_args(program) | {"detach": True}
-        told = await self.call("exec.start", args, replies.Detached)
+        fields = await self.call("exec.start", _start_args(program) | {"detach": True}, dict[str, Any])
+        if "id" not in fields:
+            if replies.exit_of(replies.shaped(fields, replies.Exit)).code not in (126, 127):
+                raise BackendError("the sandbox's daemon did not say whether a command was started")
+            return 0
+        told = replies.shaped(fields, replies.Detached)
         if told.id != program.id:
             raise BackendError("the sandbox's daemon started a command under another id")
         return told.pid

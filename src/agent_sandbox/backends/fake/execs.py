@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import posixpath
 import re
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from agent_sandbox import wire
-from agent_sandbox.backends.fake.programs import Exit, Process, run
+from agent_sandbox.backends.fake.programs import PROGRAMS, Exit, Process, run
 from agent_sandbox.backends.fake.session import Operation
 from agent_sandbox.backends.fake.state import Environment, Failure, File, text
 
@@ -98,6 +99,11 @@ class Command:
         self.task.add_done_callback(self.environment.execs.discard)
 
     @property
+    def exists(self) -> bool:
+        """Whether there is such a program."""
+        return posixpath.basename(os.fsdecode(self.argv[0])) in PROGRAMS
+
+    @property
     def running(self) -> bool:
         return self.end is None
 
@@ -125,11 +131,11 @@ class Command:
         )
         try:
             async with asyncio.timeout(self.timeout):
-                if self.lead is not None and self.id and process.exists():
+                if self.lead is not None and self.id and self.exists:
                     await self.lead.note(started=True, pid=self.pid)
                 code = await run(process)
                 end |= {"code": code}
-                if code == 127 and not process.exists():
+                if code == 127 and not self.exists:
                     end["message"] = f"{process.argv[0]}: not found"
         except Exit as done:
             end |= {"code": done.code} if done.signal is None else {"signal": done.signal}
@@ -236,7 +242,7 @@ async def start(environment: Environment, operation: Operation, args: dict[str, 
     )
     if id:
         environment.commands[id] = command
-    if detach:
+    if detach and command.exists:
         return {"id": id, "pid": command.pid}
     feeding = asyncio.create_task(_feed(command, operation)) if command.stdin or command.tty else None
     try:

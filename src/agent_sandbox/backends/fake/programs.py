@@ -32,9 +32,6 @@ class Process:
     """The next bytes of standard input; ``None`` where it is empty."""
     terminal: Callable[[], Mapping[str, int] | None]
 
-    def exists(self) -> bool:
-        return posixpath.basename(self.argv[0]) in PROGRAMS
-
     def path(self, name: str) -> str:
         return posixpath.normpath(posixpath.join(self.cwd, name))
 
