@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, PayloadTooLargeError, SandboxError
+from agent_sandbox.errors import BackendError, NotFoundError, PayloadTooLargeError, SandboxError
 from agent_sandbox.manager import policy
 from agent_sandbox.manager.entries import Entry
 from agent_sandbox.manager.fleet import Fleet
@@ -377,7 +377,14 @@ class Manager:
 
     async def _launch(self, name: str, spec: SandboxSpec, ttl: int, snapshot: SnapshotRecord | None) -> SandboxRecord:
         backend = self._fleet.backend(name)
-        spec = policy.pin(spec, await backend.resolve_image(spec.image_digest or spec.image))
+        try:
+            image = await backend.resolve_image(spec.image_digest or spec.image)
+        except NotFoundError as error:
+            if not spec.image_digest:
+                raise
+            gone = f"the image {spec.image!r} ({spec.image_digest}) of the snapshot is no longer there; import it again"
+            raise NotFoundError(gone) from error
+        spec = policy.pin(spec, image)
         await self._fleet.make_room()
         id, now = _new_id("sb"), self._clock()
         entry = self._fleet.reserve(
