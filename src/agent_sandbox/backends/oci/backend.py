@@ -7,7 +7,7 @@ Strategy
 * Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
   ``destroy`` takes, which works from any subset of the parts: there is no undo list to keep right.
 * Destroying kills first, through the control group, and replies when no process is left. Unmounting and deleting follow
-  in the background; ``list_ids`` shows the id until nothing is left, and another ``destroy`` tries again what failed.
+  in the background; ``list_ids`` shows the id until nothing is left, and what failed is tried again (``removals.py``).
 * Stopping frees everything that a reboot of the host would, and starting begins with that: so a stop or a start that
   was cut off anywhere is mended by the next start, and there is one road back from a stop, a crash and a reboot.
 * Each environment has a range of host ids of its own where the host lets it, which is tried once; what
@@ -37,13 +37,14 @@ from typing import Any, TypeVar
 
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
-from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, furnish, launch
+from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, furnish, launch, limit_sockets
 from agent_sandbox.backends.oci.disk import Templates
 from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.failures import translated
 from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.backends.oci.inspection import observe
+from agent_sandbox.backends.oci.removals import Removals
 from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
 from agent_sandbox.backends.oci.runc import INSTALL, Runc
 from agent_sandbox.backends.oci.waiting import ended, settled
@@ -98,11 +99,13 @@ class OciBackend(GuestBackend):
         self._hierarchies = cgroups.Hierarchies(None)
         self._host: Host | None = None
         self._version = ""
-        self.capabilities = capabilities(frozenset(), has_swap_limit=False, no_userns="not started")
+        self.capabilities = capabilities(
+            frozenset(), has_swap_limit=False, has_socket_limit=False, no_userns="not started"
+        )
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
         self._changing: dict[str, asyncio.Task[None]] = {}
-        self._removing: dict[str, asyncio.Task[None]] = {}
+        self._removals = Removals(self._clear)
 
     # -- the backend as a whole ------------------------------------------------------
 
@@ -131,7 +134,10 @@ class OciBackend(GuestBackend):
         self._images.prepare(in_use=self._root_directories())
         limits = cgroups.enforced(self._hierarchies)
         self.capabilities = capabilities(
-            limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies), no_userns=self._prepare_ranges()
+            limits,
+            has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
+            has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
+            no_userns=self._prepare_ranges(),
         )
         self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
 
@@ -179,8 +185,7 @@ class OciBackend(GuestBackend):
 
     async def close(self) -> None:
         await super().close()
-        if self._removing:
-            await asyncio.wait(self._removing.values(), timeout=_CLOSE_SECONDS)
+        await self._removals.close(_CLOSE_SECONDS)
         self._pool.shutdown(wait=False, cancel_futures=True)
         roots = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
         for directory in (*roots, self._runc.root, self._box, self._run_directory):
@@ -201,12 +206,12 @@ class OciBackend(GuestBackend):
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
         self._check(id, spec)
-        if id in self._removing or self._environment(id).directory.exists():
+        if id in self._removals or self._environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
             await self._alone(id, self._create(id, spec))
         except asyncio.CancelledError:
-            if id not in self._removing and self._environment(id).directory.exists():
+            if id not in self._removals and self._environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
             raise
 
@@ -290,6 +295,7 @@ class OciBackend(GuestBackend):
             await self._thread(lambda: furnish(host, environment, record, image, namespace, new=new))
             step("start")
             await launch(self._runc, environment, record, key)
+        await self._thread(limit_sockets, host, record)
         step("hello")
         self._records[environment.id] = record
         await self._thread(environment.hide_root)
@@ -298,10 +304,10 @@ class OciBackend(GuestBackend):
 
     async def _undo(self, id: str) -> None:
         try:
-            await self._end(id)
-            await self._remove(id)
+            await self._clear(id)
         except (OSError, BackendError):
-            _log.exception("environment %s could not be removed after it failed; destroy it again", id)
+            _log.exception("environment %s could not be removed after it failed", id)
+            self._removals.begin(id)
 
     # -- destroy -------------------------------------------------------------------------
 
@@ -314,14 +320,8 @@ class OciBackend(GuestBackend):
             await ended(change)
         async with translated("destroying the sandbox"):
             await settled(asyncio.ensure_future(self._end(id)))
-        if id not in self._removing and id in await self.list_ids():
-            task = self._removing[id] = asyncio.create_task(self._remove(id))
-            task.add_done_callback(lambda done: self._removed(id, done))
-
-    def _removed(self, id: str, task: asyncio.Task[None]) -> None:
-        self._removing.pop(id, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("environment %s could not be removed; destroy it again: %s", id, error)
+        if id in await self.list_ids():
+            self._removals.begin(id)
 
     async def _end(self, id: str) -> None:
         """End every process of the environment, which cannot be found from now on; return when none is left."""
@@ -339,6 +339,11 @@ class OciBackend(GuestBackend):
 
     def _kill(self, id: str) -> None:
         end_processes(self._runc.process(CONTAINER_PREFIX + id), self._groups(id))
+
+    async def _clear(self, id: str) -> None:
+        """End what still runs and remove everything."""
+        await self._end(id)
+        await self._remove(id)
 
     async def _remove(self, id: str) -> None:
         """Remove what is left of an environment without processes."""
@@ -368,7 +373,7 @@ class OciBackend(GuestBackend):
 
     async def stop_environment(self, id: str) -> None:
         await self._record(id)
-        if id in self._removing:
+        if id in self._removals:
             raise NotFoundError(f"there is no environment {id}")
         async with translated("stopping the sandbox"):
             await self._alone(id, self._stop(id))
@@ -388,7 +393,7 @@ class OciBackend(GuestBackend):
 
     async def start_environment(self, id: str) -> None:
         record = await self._record(id)
-        if id in self._removing:
+        if id in self._removals:
             raise NotFoundError(f"there is no environment {id}")
         if record.ids is not None and not self.capabilities.userns:
             raise UnsupportedError("userns", self.name, self.capabilities.notes["userns"])
@@ -436,9 +441,11 @@ class OciBackend(GuestBackend):
         return sorted(id for id in found if _ID.fullmatch(id))
 
     async def is_running(self, id: str) -> bool:
-        if not _ID.fullmatch(id):
-            return False
-        process = await self._thread(self._runc.process, CONTAINER_PREFIX + id)
+        return bool(_ID.fullmatch(id)) and await self._thread(self._runs, id)
+
+    def _runs(self, id: str) -> bool:
+        # One that a server forgot before it died is as good as ended: nobody can reach it any more.
+        process = self._runc.process(CONTAINER_PREFIX + id) if self._environment(id).is_known() else None
         return process is not None and process.alive()
 
     async def inspect(self, id: str) -> EnvironmentInfo:

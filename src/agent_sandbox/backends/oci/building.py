@@ -23,6 +23,8 @@ from agent_sandbox.images import ImageRoot
 from agent_sandbox.types import LimitName
 
 CONTAINER_PREFIX = "asb-"
+_SOCKETS_SHARE = 4
+"""Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,16 @@ async def launch(runc: Runc, environment: Environment, record: Record, key: byte
         stack.callback(os.close, log)
         daemon_config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
         stack.callback(os.close, daemon_config)
-        text = msgspec.msgpack.encode({"key": key, "uid": record.spec.uid, "gid": record.spec.gid})
-        os.write(daemon_config, text)
+        memory = record.spec.memory_mb * bundle.MIB
+        values = {"key": key, "uid": record.spec.uid, "gid": record.spec.gid, "memory_bytes": memory}
+        os.write(daemon_config, msgspec.msgpack.encode(values))
         os.lseek(daemon_config, 0, os.SEEK_SET)
         name = CONTAINER_PREFIX + environment.id
         limits = bundle.process_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
         await runc.run(name, environment.directory, log, [listener.fileno(), daemon_config], limits)
+
+
+def limit_sockets(host: Host, record: Record) -> None:
+    """Bound the memory of sockets, where the kernel counts it apart from the rest."""
+    groups = cgroups.Groups(host.hierarchies, host.cgroups_path(record.id))
+    groups.limit_sockets(record.spec.memory_mb * bundle.MIB // _SOCKETS_SHARE)

@@ -4,7 +4,7 @@ The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The runtime copies the file into its state.
 * ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon. What tells about the
-  host or changes it is masked or read-only, the same list that container engines use.
+  host or changes it is masked or read-only, the list that container engines use, and more.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory,
   ``/workspace`` is on its own disk, the others are small and root's.
 * With a range of host ids of its own, the sandbox's root is nobody on the host, and so is its user. Devices
@@ -42,6 +42,11 @@ CPU_PERIOD_US = 100_000
 """The kernel's default period; with it the smallest quota, 1 ms, is a hundredth of a core."""
 NOFILE = 20_000
 """Descriptors of a process: enough for servers and build tools, and a bound on loops that close "all" of them."""
+CORE = 1
+"""No core dump at all. 0 would still start the host's handler, as the host's root, where ``core_pattern`` is a program
+(core(5)); with 1 the kernel gives up before."""
+PTYS = 128
+"""Pseudoterminals of a sandbox. All sandboxes and containers of a host share some 3,000 (``kernel.pty.max``)."""
 SHM_MB = 64
 """Size of /dev/shm, at most half of the memory: the default of container engines."""
 MIB = 1024 * 1024
@@ -51,19 +56,30 @@ _UNLIMITED = 1 << 64
 MASKED = (
     "/proc/acpi",
     "/proc/asound",
+    "/proc/cmdline",
+    "/proc/diskstats",
+    "/proc/fs",
     "/proc/interrupts",
     "/proc/kcore",
+    "/proc/key-users",
     "/proc/keys",
     "/proc/latency_stats",
+    "/proc/locks",
+    "/proc/partitions",
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/timer_list",
     "/proc/timer_stats",
+    "/sys/block",
+    "/sys/class/block",
+    "/sys/dev/block",
     "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
 )
-READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup")
+"""More than engines mask by default: each sandbox's disk is a device of the host, so what lists devices, mounted file
+systems and locks tells of all sandboxes; the kernel's command line may hold what is the host's alone."""
+READ_ONLY = ("/proc/bus", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +161,7 @@ def namespaces(layout: Layout) -> dict[str, Any]:
 
 def process_limits(host_nofile: int) -> dict[str, int]:
     """The limits of each process by prlimit(1)'s names; ``host_nofile`` is the host's hard limit of descriptors."""
-    return {"nofile": min(NOFILE, host_nofile % _UNLIMITED), "core": 0}
+    return {"nofile": min(NOFILE, host_nofile % _UNLIMITED), "core": CORE}
 
 
 def labels(id: str, instance: str) -> dict[str, str]:
@@ -177,7 +193,7 @@ def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
         _mount("tmpfs", "/sys/fs", "nosuid", "nodev", "noexec", "ro", "mode=0555", "size=64k"),
         _mount("cgroup", "/sys/fs/cgroup", "nosuid", "nodev", "noexec", "ro"),
         _mount("tmpfs", "/dev", "nosuid", "noexec", "mode=0755", "size=1m"),
-        _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
+        _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", f"max={PTYS}"),
         _mount("tmpfs", "/dev/shm", "nosuid", "nodev", "noexec", "mode=1777", f"size={shm}m"),
         _mount("tmpfs", "/tmp", "nosuid", "nodev", "mode=1777", f"size={tmp}m"),
         _mount("tmpfs", "/run", "nosuid", "nodev", "noexec", "mode=0755", "size=1m"),

@@ -44,19 +44,27 @@ def find_sandboxd(configured: str) -> Path:
     return path
 
 
-def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, no_userns: str) -> Capabilities:
+def capabilities(
+    limits: frozenset[LimitName], *, has_swap_limit: bool, has_socket_limit: bool, no_userns: str
+) -> Capabilities:
     """What this backend offers where the kernel keeps ``limits`` by control groups.
 
     ``no_userns`` says why sandboxes get no host ids of their own; it is empty where they do.
     """
     notes = {"disk": "size only; its bandwidth is not limited"}
     if no_userns:
-        notes["userns"] = f"all sandboxes share the host's user ids, and so its limits for each user: {no_userns}"
+        notes["userns"] = (
+            f"{no_userns}; commands run as a user id of the host (AGENT_SANDBOX_SANDBOX_USER): sandboxes share the "
+            "kernel's limits for each user, and a user of the host with that id can read and signal commands; choose "
+            "one that nobody has"
+        )
     notes |= {
         limit: "this kernel lacks the control group" for limit in ("cpus", "memory", "pids") if limit not in limits
     }
     if "memory" in limits and not has_swap_limit:
         notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
+    elif "memory" in limits and not has_socket_limit:
+        notes["memory"] = "this kernel does not limit the buffers of internet sockets"
     return Capabilities(
         isolation="container",
         enforces=limits | {"disk", "network"},
