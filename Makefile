@@ -59,8 +59,12 @@ $(STAMPS)/bench-tools: $(STAMPS)/system
 	@$(STEP) "mmdebstrap" "See above for what to install, then run make again." scripts/setup-system mmdebstrap
 	@touch $@
 
+$(STAMPS)/test-tools: $(STAMPS)/system
+	@$(STEP) "skopeo and umoci" "See above for what to install, then run make again." scripts/setup-system skopeo umoci
+	@touch $@
+
 .PHONY: test
-test: setup ## Run every test: Rust, Python, and those on the real runtime (root)
+test: setup $(STAMPS)/test-tools ## Run every test: Rust, Python, and those on the real runtime (root)
 	cargo test --locked --workspace --quiet
 	$(SUDO) $(BIN)/python -m pytest
 
