@@ -376,3 +376,50 @@ async def test_a_root_that_cannot_be_mapped_is_an_error_and_leaves_nothing(
     await backend.destroy("sb1-1")
     await backend.close()
     await wait_until_clean(settings.data_dir)
+
+
+PROGRAM = """
+import asyncio, sys
+from pathlib import Path
+from agent_sandbox.backends.oci import OciBackend
+from agent_sandbox.config import Settings
+from agent_sandbox.types import SandboxSpec
+async def main():
+    spec = SandboxSpec(image="host", image_digest="", cpus=1, memory_mb=128, pids_limit=32, disk_mb=32, tmp_mb=16)
+    backend = OciBackend(Settings(data_dir=Path(sys.argv[1])))
+    await backend.start()
+    print(backend.capabilities.userns, backend.capabilities.notes)
+    await backend.create("sb1-1", spec)
+    await backend.write_file("sb1-1", "/workspace/f", b"kept", 0o644)
+    await backend.stop_environment("sb1-1")
+    await backend.start_environment("sb1-1")
+    print(await backend.read_file("sb1-1", "/workspace/f", 10))
+    await backend.destroy("sb1-1")
+    await backend.close()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o000])
+def test_the_privileges_of_the_service_are_enough(tmp_path: Path, umask: int) -> None:
+    """What ``packaging/agent-sandbox.service`` leaves, and any umask."""
+    unit = (Path(__file__).resolve().parents[2] / "packaging" / "agent-sandbox.service").read_text()
+    dropped = {
+        name for line in unit.splitlines() if line.startswith("CapabilityBoundingSet=~") for name in line[23:].split()
+    }
+    assert len(dropped) > 10
+    drop = ",".join(f"-{name.removeprefix('CAP_').lower()}" for name in sorted(dropped))
+    command = [
+        "setpriv",
+        "--no-new-privs",
+        "--bounding-set",
+        drop,
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(tmp_path / "data"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, umask=umask, timeout=60)
+    assert done.stdout.splitlines()[1:] == ["b'kept'"], done.stderr
+    assert done.stdout.startswith("True ")
+    assert resources(tmp_path / "data") == {}
