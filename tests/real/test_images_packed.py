@@ -119,6 +119,16 @@ def test_the_digest_is_that_of_the_same_files_and_config(
     assert told == image_digest(plain, ImageConfig(user="web")) != plain
 
 
+def test_the_umask_does_not_count(store: ImageStore, builder: LayoutBuilder) -> None:
+    path = builder.finish(builder.manifest([builder.layer([member("a/b/file", data=b"x")])]))
+    digest = store.import_image("a", path).digest
+    before = os.umask(0o077)
+    try:
+        assert store.import_image("b", path).digest == digest
+    finally:
+        os.umask(before)
+
+
 def test_progress_is_told_in_bytes(store: ImageStore, builder: LayoutBuilder) -> None:
     layer = builder.layer([member("noise", data=os.urandom(30_000_000))])
     path = builder.finish(builder.manifest([layer]))

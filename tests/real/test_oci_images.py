@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import socket
-import subprocess
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from agent_sandbox.errors import NotFoundError
 from agent_sandbox.images import ImageStore
 from agent_sandbox.types import ExecExit, ExecOutput, SandboxSpec
 from tests.real.leaks import resources, wait_until_clean
+from tests.real.rootfs import build_rootfs
 from tests.unit.images_harness import docker_archive
 
 pytestmark = pytest.mark.real
@@ -26,7 +26,6 @@ SPEC = SandboxSpec(image="host", image_digest="", cpus=1, memory_mb=512, pids_li
 EMPTY = "/root /home /opt /mnt /media /srv /var/lib /var/log /usr/local /usr/src"
 ABSENT = "/etc/shadow /etc/machine-id /etc/ssl/private /etc/ssh /etc/sudoers /var/run/docker.sock /boot /lost+found"
 CLOSED = "/ /usr /usr/bin /usr/local /etc /root /var /run /dev /sys /proc/sys/kernel"
-PROGRAMS = ("sh", "head", "bash", "cat", "id", "ls", "touch", "mkdir", "mount")
 
 
 @pytest.fixture
@@ -142,26 +141,7 @@ print("all well")
 
 @pytest.fixture
 def rootfs(tmp_path: Path) -> Path:
-    """A small root file system of the host's own programs and the libraries that they load."""
-    root = tmp_path / "rootfs"
-    for name in ("bin", "etc", "data"):
-        (root / name).mkdir(parents=True)
-    (root / "data").chmod(0o777)
-    (root / "etc/marker").write_text("of the image\n")
-    (root / "data/lower").write_text("lower\n")
-    (root / "data/lower").chmod(0o666)
-    libraries: set[str] = set()
-    for program in PROGRAMS:
-        path = shutil.which(program, path="/usr/bin:/bin")
-        assert path is not None
-        shutil.copy(path, root / "bin" / program)
-        listed = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
-        libraries |= {word for word in listed.split() if word.startswith("/")}
-    for library in libraries:
-        target = root / library.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target)
-    return root
+    return build_rootfs(tmp_path / "rootfs")
 
 
 async def test_an_imported_image_runs(backend: OciBackend, rootfs: Path, tmp_path: Path) -> None:

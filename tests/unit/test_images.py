@@ -83,8 +83,9 @@ def test_a_tar_becomes_an_image(store: ImageStore, put: Callable[..., Path]) -> 
     assert info.file_bytes == 9 * 2 + 29 + 300_000
 
 
-def test_an_import_adds_what_a_sandbox_needs(store: ImageStore, put: Callable[..., Path]) -> None:
+def test_an_import_adds_what_a_sandbox_needs(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
     digest = store.import_image("tools", put(ORDINARY)).digest
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("data", "data/images")] == [0o700, 0o700]
     root = store.open("tools", digest).rootfs
     modes = {name: (root / name).stat().st_mode & 0o7777 for name in ("proc", "sys", "dev", "tmp", "run", "workspace")}
     assert modes == {"proc": 0o555, "sys": 0o555, "dev": 0o755, "tmp": 0o1777, "run": 0o755, "workspace": 0o755}
@@ -115,6 +116,16 @@ def test_the_same_content_has_the_same_digest(
     assert plain.digest == packed.digest == store.import_image("reordered", put(reordered, "r.tar")).digest
     names = [(info.name, info.digest) for info in store.list()]
     assert names == [("host", ""), *((name, plain.digest) for name in ("packed", "plain", "reordered"))]
+
+
+def test_the_umask_does_not_count(store: ImageStore, put: Callable[..., Path]) -> None:
+    path = put([member("a/b/file", data=b"x")])
+    digest = store.import_image("a", path).digest
+    before = os.umask(0o077)
+    try:
+        assert store.import_image("b", path).digest == digest
+    finally:
+        os.umask(before)
 
 
 def test_a_directory_and_its_tar_have_the_same_digest(

@@ -27,6 +27,8 @@ MAX_BYTES = 64 << 30
 _PATH_BYTES, MAX_DEPTH = 4095, 256
 """The kernel's limit, and a depth far above real trees that keeps walks from recursing without end."""
 _ENTRIES_BETWEEN_CHECKS = 256
+_IMPLIED_MODE = 0o755
+"""Of a directory that only the paths below it name; whatever the umask, since it counts in the digest."""
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
 _O_DIRECTORY_PATH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -99,7 +101,8 @@ class Tree:
         parent = self._directory(above)
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=parent)
+                os.mkdir(name, dir_fd=parent)
+                os.chmod(name, _IMPLIED_MODE, dir_fd=parent)
         finally:
             os.close(parent)
         return self.open(path, _O_DIRECTORY_PATH)

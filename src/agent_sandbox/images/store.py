@@ -194,7 +194,8 @@ class ImageStore:
         config, total = ImageConfig(), 0
         manifests: tuple[str, ...] = ()
         if source.kind in ("dir", "tar"):
-            rootfs.mkdir(mode=0o755)
+            rootfs.mkdir()
+            rootfs.chmod(0o755)
             with Tree(rootfs) as tree:
                 writer = TreeWriter(tree, room.check)
                 read = read_directory if source.kind == "dir" else read_tar
@@ -263,7 +264,8 @@ class ImageStore:
     # -- files -------------------------------------------------------------------------
 
     def _make_directory(self) -> None:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
 
     def _home(self, digest: str) -> Path:
         return self._directory / digest.replace(":", "-")

@@ -71,6 +71,7 @@ def run(argv: Sequence[str], scratch: Path, tick: Tick, *, descriptors: Sequence
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        umask=0o022,
         pass_fds=descriptors,
     ) as process:
         try:
