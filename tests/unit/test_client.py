@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import socket
 import subprocess
@@ -171,6 +172,7 @@ def test_nobody_there_says_what_to_do(tmp_path: Path) -> None:
     for url in (f"http://127.0.0.1:{free_port()}", f"unix://{tmp_path}/nothing"):
         with SandboxClient(url, KEY) as client, pytest.raises(ServerUnreachableError, match="agent-sandbox serve"):
             client.health()
+    gc.collect()
 
 
 def replying(pieces: list[bytes]) -> SandboxClient:

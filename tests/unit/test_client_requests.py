@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from agent_sandbox import models
-from agent_sandbox.client import requests
+from agent_sandbox.client import exec_requests, file_requests, requests
+from agent_sandbox.client.call import Call
 from agent_sandbox.errors import ValidationError
 
 
-def sent(call: requests.Call[Any]) -> Any:
+def sent(call: Call[Any]) -> Any:
     assert call.content is not None
     return json.loads(call.content)
 
@@ -61,12 +62,12 @@ def test_a_command_is_waited_for_as_long_as_it_may_run(command: Any, options: An
     ],
 )
 def test_paths_go_as_bytes(path: str, encoded: str) -> None:
-    assert requests.read_file("sb1", path).path == f"/v1/sandboxes/sb1/files?path={encoded}"
+    assert file_requests.read("sb1", path).path == f"/v1/sandboxes/sb1/files?path={encoded}"
 
 
 @pytest.mark.parametrize(("mode", "text"), [(0o644, "644"), (0o7, "007"), (0, "000"), (0o4755, "4755")])
 def test_modes_are_octal(mode: int, text: str) -> None:
-    call = requests.write_file("sb1", "a", "é", mode)
+    call = file_requests.write("sb1", "a", "é", mode)
     assert call.path.endswith(f"&mode={text}")
     assert (call.method, call.content, call.content_type) == ("PUT", "é".encode(), "application/octet-stream")
 

@@ -54,9 +54,13 @@ class ServerUnreachableError(TransportError):
 
 
 class ReplyLostError(TransportError):
-    """The connection broke, or the answer took too long: whether the request was carried out is unknown."""
+    """The connection broke, or (``timed_out``) the answer took too long: whether it was carried out is unknown."""
 
     code = "reply_lost"
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class _UnsupportedAPIError(SandboxAPIError, errors.UnsupportedError):

@@ -1,9 +1,9 @@
-"""The SDK: :class:`SandboxClient` for a server, :class:`Sandbox` for one sandbox of it."""
+"""The SDK for code that blocks: :class:`SandboxClient` for a server, :class:`Sandbox` for one sandbox of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,13 +11,14 @@ import httpx
 
 from agent_sandbox import models
 from agent_sandbox.client import requests
-from agent_sandbox.client.errors import ReplyLostError, from_last_line
+from agent_sandbox.client.execution import SandboxCommands
+from agent_sandbox.client.files import SandboxFiles
 from agent_sandbox.client.http import Http
 from agent_sandbox.errors import NotFoundError
-from agent_sandbox.types import WORKSPACE, IsolationClass
+from agent_sandbox.types import IsolationClass
 
 
-class Sandbox:
+class Sandbox(SandboxCommands, SandboxFiles):
     """One sandbox on a server; as a context manager it is destroyed at the end.
 
     ``data`` is the server's last word on it, ``info`` the same as a typed shape.
@@ -25,6 +26,7 @@ class Sandbox:
 
     def __init__(self, client: SandboxClient, data: dict[str, Any], *, owns_client: bool = False) -> None:
         self._client = client
+        self._http = client._http
         self._owns_client = owns_client
         self._update(data)
 
@@ -83,80 +85,41 @@ class Sandbox:
 
     def refresh(self) -> Self:
         """Ask the server for its present state."""
-        self._update(self._client._http.send(requests.get(self.id)))
+        self._update(self._http.send(requests.get(self.id)))
         return self
 
-    def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> models.ExecResult:
-        """Run a command to its end: a string by ``/bin/sh -c``, a sequence as it is.
-
-        Waits as long as the command may run. A non-zero exit code is a result, not an error.
-        """
-        call = requests.exec(self.id, command, env=env, workdir=workdir, timeout_seconds=timeout_seconds)
-        return self._client._http.send(call)
-
-    def exec_stream(
-        self,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> Iterator[models.ExecEvent]:
-        """Run a command and yield its output as it arrives, at last the ``exit`` event.
-
-        Closing the iterator early kills the command. A stream that breaks raises the server's reason, or
-        :class:`ReplyLostError`; it never just ends.
-        """
-        call = requests.exec_stream(self.id, command, env=env, workdir=workdir, timeout_seconds=timeout_seconds)
-        for event in self._client._http.lines(call):
-            if event.type == "error":
-                raise from_last_line(event.data)
-            yield event
-            if event.type == "exit":
-                return
-        raise ReplyLostError("the command's output ended without an exit status; how it ended is unknown")
-
-    def read_file(self, path: str) -> bytes:
-        """Read a file; relative paths start at ``/workspace``."""
-        return self._client._http.send(requests.read_file(self.id, path))
-
-    def read_text(self, path: str, encoding: str = "utf-8") -> str:
-        """Read a file as text."""
-        return self.read_file(path).decode(encoding)
-
-    def write_file(self, path: str, data: bytes | str, *, mode: int = 0o644) -> models.FileInfo:
-        """Create or replace a file under ``/workspace`` with its parents; text is written as UTF-8."""
-        return self._client._http.send(requests.write_file(self.id, path, data, mode))
-
-    def list_files(self, path: str = WORKSPACE) -> list[models.FileInfo]:
-        """List the direct children of a directory."""
-        return self._client._http.send(requests.list_files(self.id, path))
-
-    def snapshot(self, name: str | None = None) -> models.Snapshot:
+    def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> models.Snapshot:
         """Keep the state of the workspace; it outlives the sandbox."""
-        return self._client._http.send(requests.snapshot(self.id, name))
+        return self._http.send(requests.snapshot(self.id, name, idempotency_key=idempotency_key))
 
     def rollback(self, snapshot: models.Snapshot | str) -> Self:
         """Go back to a snapshot: every process ends, the id stays."""
-        self._update(self._client._http.send(requests.rollback(self.id, snapshot)))
+        self._update(self._http.send(requests.rollback(self.id, snapshot)))
         return self
+
+    def stop(self) -> Self:
+        """End every process and keep the workspace; nothing happens to a stopped one."""
+        self._update(self._http.send(requests.stop(self.id)))
+        return self
+
+    def start(self) -> Self:
+        """Start a stopped sandbox again, with its workspace and an empty ``/tmp``; nothing happens to a running one."""
+        self._update(self._http.send(requests.start(self.id)))
+        return self
+
+    def stats(self) -> models.SandboxStats:
+        """Ask what it uses now."""
+        return self._http.send(requests.stats(self.id))
 
     def set_timeout(self, timeout_seconds: int) -> Self:
         """Set the time to live in seconds, counted from now."""
-        self._update(self._client._http.send(requests.set_timeout(self.id, timeout_seconds)))
+        self._update(self._http.send(requests.set_timeout(self.id, timeout_seconds)))
         return self
 
     def destroy(self) -> None:
         """End every process and remove the sandbox. Its snapshots remain."""
         try:
-            self._client._http.send(requests.destroy(self.id))
+            self._http.send(requests.destroy(self.id))
         finally:
             if self._owns_client:
                 self._client.close()
@@ -169,6 +132,9 @@ class SandboxClient:
     ``AGENT_SANDBOX_API_KEY``; ``uds`` is the path of a unix socket. ``timeout`` in seconds holds for every call but
     commands, which are waited for as long as they may run. Every method raises the server's errors as the classes of
     :mod:`agent_sandbox.errors`, and :class:`ServerUnreachableError` or :class:`ReplyLostError`.
+
+    What creates something sends an ``Idempotency-Key`` (``idempotency_key``, or one made up for the call) and is sent
+    again under it when the connection breaks, so that it is created once. Nothing else is ever sent twice.
     """
 
     def __init__(
@@ -216,8 +182,10 @@ class SandboxClient:
         env: Mapping[str, str] | None = None,
         backend: str | None = None,
         min_isolation: IsolationClass | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox:
-        """Create and start a sandbox. What is ``None`` is the server's default."""
+        """Create and start a sandbox. What is ``None`` is the server's default; ``metadata`` are labels of your own."""
         call = requests.create(
             image,
             network=network,
@@ -230,6 +198,8 @@ class SandboxClient:
             timeout_seconds=timeout_seconds,
             backend=backend,
             min_isolation=min_isolation,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
         )
         return Sandbox(self, self._http.send(call))
 
@@ -237,9 +207,9 @@ class SandboxClient:
         """Find a sandbox by its id."""
         return Sandbox(self, self._http.send(requests.get(sandbox_id)))
 
-    def list_sandboxes(self) -> list[Sandbox]:
-        """List the sandboxes that are alive."""
-        return [Sandbox(self, data) for data in self._http.send(requests.list_sandboxes())]
+    def list_sandboxes(self, metadata: Mapping[str, str] | None = None) -> list[Sandbox]:
+        """List the sandboxes that are alive, of all or of those that have every one of these labels."""
+        return [Sandbox(self, data) for data in self._http.send(requests.list_sandboxes(metadata))]
 
     def list_snapshots(self, sandbox_id: str | None = None) -> list[models.Snapshot]:
         """List snapshots, of one sandbox or of all."""
@@ -261,7 +231,17 @@ class SandboxClient:
         network: bool | None = None,
         cpus: float | None = None,
         memory_mb: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create a sandbox whose workspace begins as a snapshot. What is ``None`` is the snapshot's."""
-        call = requests.fork(snapshot, timeout_seconds=timeout_seconds, network=network, cpus=cpus, memory_mb=memory_mb)
+        call = requests.fork(
+            snapshot,
+            timeout_seconds=timeout_seconds,
+            network=network,
+            cpus=cpus,
+            memory_mb=memory_mb,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
         return Sandbox(self, self._http.send(call))

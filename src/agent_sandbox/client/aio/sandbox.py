@@ -1,0 +1,247 @@
+"""The SDK for code on an event loop: as :mod:`agent_sandbox.client.sandbox`, with coroutines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from agent_sandbox import models
+from agent_sandbox.client import requests
+from agent_sandbox.client.aio.execution import AsyncSandboxCommands
+from agent_sandbox.client.aio.files import AsyncSandboxFiles
+from agent_sandbox.client.http import AsyncHttp
+from agent_sandbox.errors import NotFoundError
+from agent_sandbox.types import IsolationClass
+
+
+class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles):
+    """One sandbox on a server; as a context manager it is destroyed at the end.
+
+    ``data`` is the server's last word on it, ``info`` the same as a typed shape.
+    """
+
+    def __init__(self, client: AsyncSandboxClient, data: dict[str, Any], *, owns_client: bool = False) -> None:
+        self._client = client
+        self._http = client._http
+        self._owns_client = owns_client
+        self._update(data)
+
+    @classmethod
+    async def create(cls, image: str | None = None, **options: Any) -> AsyncSandbox:
+        """Create a sandbox on the server that the environment names; takes what a client's ``create`` takes.
+
+        Its connection is closed when it is destroyed.
+        """
+        client = AsyncSandboxClient()
+        try:
+            sandbox = await client.create(image, **options)
+        except BaseException:
+            await client.close()
+            raise
+        sandbox._owns_client = True
+        return sandbox
+
+    def _update(self, data: dict[str, Any]) -> None:
+        self.info = models.Sandbox.from_json(data)
+        self.data = data
+
+    @property
+    def id(self) -> str:
+        """The id, such as ``sb4f1c…``."""
+        return self.info.id
+
+    @property
+    def status(self) -> str:
+        """``running`` or ``stopped``, as of the last reply."""
+        return self.info.status
+
+    @property
+    def image(self) -> str:
+        """The image it was made from."""
+        return self.info.image
+
+    @property
+    def expires_at(self) -> str:
+        """When it will be destroyed (RFC 3339), as of the last reply."""
+        return self.info.expires_at
+
+    def __repr__(self) -> str:
+        return f"AsyncSandbox(id={self.id!r}, image={self.image!r}, status={self.status!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.destroy()
+        except NotFoundError:
+            pass
+
+    async def refresh(self) -> Self:
+        """Ask the server for its present state."""
+        self._update(await self._http.send(requests.get(self.id)))
+        return self
+
+    async def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> models.Snapshot:
+        """Keep the state of the workspace; it outlives the sandbox."""
+        return await self._http.send(requests.snapshot(self.id, name, idempotency_key=idempotency_key))
+
+    async def rollback(self, snapshot: models.Snapshot | str) -> Self:
+        """Go back to a snapshot: every process ends, the id stays."""
+        self._update(await self._http.send(requests.rollback(self.id, snapshot)))
+        return self
+
+    async def stop(self) -> Self:
+        """End every process and keep the workspace; nothing happens to a stopped one."""
+        self._update(await self._http.send(requests.stop(self.id)))
+        return self
+
+    async def start(self) -> Self:
+        """Start a stopped sandbox again, with its workspace and an empty ``/tmp``; nothing happens to a running one."""
+        self._update(await self._http.send(requests.start(self.id)))
+        return self
+
+    async def stats(self) -> models.SandboxStats:
+        """Ask what it uses now."""
+        return await self._http.send(requests.stats(self.id))
+
+    async def set_timeout(self, timeout_seconds: int) -> Self:
+        """Set the time to live in seconds, counted from now."""
+        self._update(await self._http.send(requests.set_timeout(self.id, timeout_seconds)))
+        return self
+
+    async def destroy(self) -> None:
+        """End every process and remove the sandbox. Its snapshots remain."""
+        try:
+            await self._http.send(requests.destroy(self.id))
+        finally:
+            if self._owns_client:
+                await self._client.close()
+
+
+class AsyncSandboxClient:
+    """A connection to a server, as a context manager closed at the end (``async with``).
+
+    ``base_url`` (``http(s)://HOST:PORT`` or ``unix:///PATH``) and ``api_key`` default to ``AGENT_SANDBOX_URL`` and
+    ``AGENT_SANDBOX_API_KEY``; ``uds`` is the path of a unix socket. ``timeout`` in seconds holds for every call but
+    commands, which are waited for as long as they may run. Every method raises the server's errors as the classes of
+    :mod:`agent_sandbox.errors`, and :class:`ServerUnreachableError` or :class:`ReplyLostError`.
+
+    What creates something sends an ``Idempotency-Key`` (``idempotency_key``, or one made up for the call) and is sent
+    again under it when the connection breaks, so that it is created once. Nothing else is ever sent twice.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        timeout: float = 300.0,
+        uds: str | os.PathLike[str] | None = None,
+        http_client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self._http = AsyncHttp(base_url, api_key, timeout=timeout, uds=uds, http_client=http_client)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection. Sandboxes live on."""
+        await self._http.close()
+
+    async def health(self) -> dict[str, Any]:
+        """Ask whether the server and its default backend answer. Needs no key."""
+        return await self._http.send(requests.health())
+
+    async def backends(self) -> list[models.Backend]:
+        """List what the server can isolate with, and how well."""
+        return await self._http.send(requests.backends())
+
+    async def create(
+        self,
+        image: str | None = None,
+        *,
+        cpus: float | None = None,
+        memory_mb: int | None = None,
+        pids_limit: int | None = None,
+        disk_mb: int | None = None,
+        network: bool = False,
+        read_only_rootfs: bool = True,
+        timeout_seconds: int | None = None,
+        env: Mapping[str, str] | None = None,
+        backend: str | None = None,
+        min_isolation: IsolationClass | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Create and start a sandbox. What is ``None`` is the server's default; ``metadata`` are labels of your own."""
+        call = requests.create(
+            image,
+            network=network,
+            read_only_rootfs=read_only_rootfs,
+            env=env,
+            cpus=cpus,
+            memory_mb=memory_mb,
+            pids_limit=pids_limit,
+            disk_mb=disk_mb,
+            timeout_seconds=timeout_seconds,
+            backend=backend,
+            min_isolation=min_isolation,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
+        return AsyncSandbox(self, await self._http.send(call))
+
+    async def get(self, sandbox_id: str) -> AsyncSandbox:
+        """Find a sandbox by its id."""
+        return AsyncSandbox(self, await self._http.send(requests.get(sandbox_id)))
+
+    async def list_sandboxes(self, metadata: Mapping[str, str] | None = None) -> list[AsyncSandbox]:
+        """List the sandboxes that are alive, of all or of those that have every one of these labels."""
+        return [AsyncSandbox(self, data) for data in await self._http.send(requests.list_sandboxes(metadata))]
+
+    async def list_snapshots(self, sandbox_id: str | None = None) -> list[models.Snapshot]:
+        """List snapshots, of one sandbox or of all."""
+        return await self._http.send(requests.list_snapshots(sandbox_id))
+
+    async def get_snapshot(self, snapshot_id: str) -> models.Snapshot:
+        """Find a snapshot by its id."""
+        return await self._http.send(requests.get_snapshot(snapshot_id))
+
+    async def delete_snapshot(self, snapshot: models.Snapshot | str) -> None:
+        """Delete a snapshot."""
+        await self._http.send(requests.delete_snapshot(snapshot))
+
+    async def fork(
+        self,
+        snapshot: models.Snapshot | str,
+        *,
+        timeout_seconds: int | None = None,
+        network: bool | None = None,
+        cpus: float | None = None,
+        memory_mb: int | None = None,
+        metadata: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncSandbox:
+        """Create a sandbox whose workspace begins as a snapshot. What is ``None`` is the snapshot's."""
+        call = requests.fork(
+            snapshot,
+            timeout_seconds=timeout_seconds,
+            network=network,
+            cpus=cpus,
+            memory_mb=memory_mb,
+            metadata=metadata,
+            idempotency_key=idempotency_key,
+        )
+        return AsyncSandbox(self, await self._http.send(call))
