@@ -65,6 +65,7 @@ async def talking_to(liar: Liar) -> AsyncIterator[Guest]:
     finally:
         guest.close()
         task.cancel()
+        await asyncio.wait([task])
         theirs.close()
 
 
