@@ -72,6 +72,12 @@ test: setup $(STAMPS)/test-tools ## Run every test: Rust, Python, and those on t
 test-fast: setup ## Run the Python tests that need neither root nor a runtime
 	$(BIN)/python -m pytest -m "not real"
 
+FUZZ_SECONDS ?= 30
+
+.PHONY: fuzz
+fuzz: setup ## Feed the server's side of the wire with broken bytes; FUZZ_SECONDS says how long
+	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS)
+
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
