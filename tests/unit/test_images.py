@@ -118,6 +118,26 @@ def test_the_same_content_has_the_same_digest(
     assert names == [("host", ""), *((name, plain.digest) for name in ("packed", "plain", "reordered"))]
 
 
+def test_renames_elsewhere_do_not_count(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:
+    """The kernel asks to retry a path with ``..`` in it whenever anything at all is renamed meanwhile."""
+    pid = os.fork()
+    if pid == 0:
+        names = (tmp_path / "here", tmp_path / "there")
+        names[0].touch()
+        while True:
+            names[0].rename(names[1])
+            names[1].rename(names[0])
+    try:
+        up = member("up", tarfile.SYMTYPE, link="../" * 30 + "inside")
+        members = [member("inside", tarfile.DIRTYPE, mode=0o755), up]
+        members += [member(f"up/{at % 2}/{at}", data=b"x") for at in range(500)]
+        root = store.open("x", store.import_image("x", put(members)).digest).rootfs
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    assert len(list((root / "inside").rglob("*"))) == 502
+
+
 def test_the_umask_does_not_count(store: ImageStore, put: Callable[..., Path]) -> None:
     path = put([member("a/b/file", data=b"x")])
     digest = store.import_image("a", path).digest

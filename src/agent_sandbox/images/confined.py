@@ -29,6 +29,8 @@ _PATH_BYTES, MAX_DEPTH = 4095, 256
 _ENTRIES_BETWEEN_CHECKS = 256
 _IMPLIED_MODE = 0o755
 """Of a directory that only the paths below it name; whatever the umask, since it counts in the digest."""
+_TRIES = 1000
+"""openat2(2) gives up on ``..`` whenever anything on the machine is renamed or mounted meanwhile, and asks to retry."""
 _SYS_OPENAT2 = 437
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 0x02, 0x10
 _O_DIRECTORY_PATH = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -77,11 +79,15 @@ class Tree:
     def open(self, path: bytes, flags: int) -> int:
         """Open an existing path, links followed inside the tree; the descriptor is the caller's."""
         how = struct.pack("=3Q", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
-        descriptor = int(_libc.syscall(_SYS_OPENAT2, self._root, path or b".", how, len(how)))
-        if descriptor < 0:
+        for _ in range(_TRIES):
+            descriptor = int(_libc.syscall(_SYS_OPENAT2, self._root, path or b".", how, len(how)))
+            if descriptor >= 0:
+                return descriptor
             number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), os.fsdecode(path))
-        return descriptor
+            if number != errno.EAGAIN:
+                break
+            os.sched_yield()
+        raise OSError(number, os.strerror(number), os.fsdecode(path))
 
     def parent(self, path: bytes) -> tuple[int, bytes]:
         """The descriptor of a path's directory, made with its own parents where missing, and the last component.
