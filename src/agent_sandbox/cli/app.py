@@ -1,7 +1,7 @@
 """The command line: one Typer application, one file per command family, one place where errors become exit codes.
 
 A family imports what it needs inside its functions: ``--help`` loads neither the HTTP client nor the server, and
-``run`` not the server.
+``run`` not the server. Completion is Typer's: ``--install-completion``, ``--show-completion``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from agent_sandbox import __version__
 from agent_sandbox.cli import (
     commands,
     doctor,
+    execs,
     exit_codes,
     files,
     images,
@@ -33,7 +34,7 @@ app = typer.Typer(
     help="Run the code of AI agents in disposable sandboxes: snapshot, roll back, fork.",
     epilog=exit_codes.HELP,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -55,7 +56,7 @@ def _options(
     pass
 
 
-for family in (quickstart, commands, sandboxes, files, snapshots, images, serve, doctor):
+for family in (quickstart, commands, execs, sandboxes, files, snapshots, images, serve, doctor):
     family.register(app)
 
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Errors of the server and of bad values are :class:`SandboxError`; wrong usage is Typer's own message and code 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    own_code = arguments[:1] in (["run"], ["exec"])
+    own_code = arguments[:1] in (["run"], ["exec"], ["shell"])
     try:
         with signals.handled():
             try:

@@ -17,6 +17,7 @@ OLDEST_KERNEL = (5, 6)
 """openat2(2) and pidfds; older ones miss what the daemon's file work stands on."""
 OLDEST_RUNC = (1, 1)
 """The oldest that this project is tested with."""
+_SHARED = "without, sandboxes share one user id of the host"
 LOW_DISK_BYTES, NO_DISK_BYTES = 5 << 30, 256 << 20
 CONTROLLERS = ("cpu", "memory", "pids")
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6, "CAP_CHOWN": 0, "CAP_MKNOD": 27}
@@ -36,6 +37,8 @@ class Probe:
     loop_control: bool = False
     tools: Mapping[str, str] = field(default_factory=dict)
     max_user_namespaces: int | None = None
+    idmap_problem: str | None = None
+    systemd: Literal["absent", "running", "running with our unit"] = "absent"
     kvm: Literal["absent", "no access", "usable"] = "absent"
     docker: str = ""
     disk_free_bytes: int = 0
@@ -139,12 +142,37 @@ def e2fsprogs(probe: Probe) -> Finding:
 
 
 def user_namespaces(probe: Probe) -> Finding:
-    """Not used yet: told for what comes."""
+    """Each sandbox has host ids of its own where they can be made."""
     if not probe.max_user_namespaces:
-        return Finding(
-            "user namespaces", "warn", "switched off", "not needed yet: sysctl user.max_user_namespaces=10000"
-        )
-    return Finding("user namespaces", "ok", f"up to {probe.max_user_namespaces}; not used yet")
+        return Finding("user namespaces", "warn", "switched off", f"sysctl user.max_user_namespaces=10000; {_SHARED}")
+    return Finding("user namespaces", "ok", f"up to {probe.max_user_namespaces}")
+
+
+def idmapped_mounts(probe: Probe) -> Finding:
+    """What shows the root filesystem under a sandbox's own ids; only root can try them."""
+    if probe.idmap_problem is None:
+        return Finding("idmapped mounts", "warn", "not tried", "run doctor as root, which alone can try them")
+    if probe.idmap_problem:
+        remedy = f"Linux 5.19 on ext4, xfs or btrfs has them: put AGENT_SANDBOX_DATA_DIR on one; {_SHARED}"
+        return Finding("idmapped mounts", "warn", probe.idmap_problem, remedy)
+    return Finding("idmapped mounts", "ok", "for /usr and the data directory")
+
+
+def image_tools(probe: Probe) -> Finding:
+    """Packed images are unpacked by them."""
+    missing = [name for name in ("skopeo", "umoci") if not probe.tools.get(name)]
+    if missing:
+        remedy = f"for OCI images, docker archives and registries: apt-get install {' '.join(missing)}"
+        return Finding("image tools", "warn", f"no {' and no '.join(missing)}", remedy)
+    return Finding("image tools", "ok", "; ".join(probe.tools[name] for name in ("skopeo", "umoci")))
+
+
+def systemd(probe: Probe) -> Finding:
+    """Keeps a server running; sandboxes do not need it."""
+    if probe.systemd == "absent":
+        return Finding("systemd", "ok", "not running; only needed to keep a server running")
+    ours = "with agent-sandbox.service" if probe.systemd == "running with our unit" else "without agent-sandbox.service"
+    return Finding("systemd", "ok", f"running, {ours}")
 
 
 def kvm(probe: Probe) -> Finding:
@@ -212,6 +240,9 @@ CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     data_directory,
     disk,
     user_namespaces,
+    idmapped_mounts,
+    image_tools,
+    systemd,
     kvm,
     docker,
 )

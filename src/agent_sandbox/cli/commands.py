@@ -1,34 +1,52 @@
-"""``run`` and ``exec``: a command in a sandbox, its output live, its exit code ours."""
+"""``run``, ``exec`` and ``shell``: a command in a sandbox, its output live and exact, its exit code ours."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, cast
+import os
+import posixpath
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent_sandbox.cli import options, output, signals
+from agent_sandbox.cli import copying, interactive, options, output, signals
 from agent_sandbox.cli.connection import connect
-from agent_sandbox.errors import ConnectionLostError, NotFoundError
+from agent_sandbox.errors import ConflictError, NotFoundError, SandboxError
+from agent_sandbox.types import WORKSPACE
 
 if TYPE_CHECKING:
-    from agent_sandbox.client import ExecEvent, Sandbox
+    from agent_sandbox.client import Execution, Sandbox, Terminal
 
 TTL_SLACK_SECONDS = 60
 """A one-shot sandbox lives this much longer than its command may: time to create, report and destroy."""
+
+INPUT_BYTES = 64 * 1024
+"""What is read of standard input at once: what a pipe holds."""
+
+Interactive = Annotated[bool, typer.Option("--interactive", "-i", help="Pass standard input on.")]
+Tty = Annotated[bool, typer.Option("--tty", "-t", help="Give it a terminal, joined to this one; for people.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     app.command(context_settings=options.TAKES_COMMAND)(run)
     app.command("exec", context_settings=options.TAKES_COMMAND)(exec_)
+    app.command()(shell)
 
 
 def run(
     command: options.Command,
+    interactive_: Interactive = False,
+    tty: Tty = False,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option("--volume", "-v", help="Copy a local directory in first.", metavar="DIR[:PATH]"),
+    ] = None,
     image: options.Image = None,
     cpus: options.Cpus = None,
     memory: options.Memory = None,
@@ -44,10 +62,13 @@ def run(
 ) -> None:
     """Run one command in a sandbox of its own: create, run with live output, destroy.
 
-    Ends with the command's exit code; 125 when the error is ours. The command's standard input is empty. Ctrl-C kills
-    the command and destroys the sandbox, a second one leaves at once.
+    Ends with the command's exit code; 125 when the error is ours. Standard input is empty without -i. Ctrl-C kills the
+    command and destroys the sandbox, a second one leaves at once. -v copies DIR to PATH (/workspace when left out);
+    what the command changes there is not copied back.
     """
     variables = options.environment(env)
+    volumes = [_volume(text) for text in volume or ()]
+    _check_use(tty, as_json)
     ttl = None if timeout is None else math.ceil(timeout) + TTL_SLACK_SECONDS
     with (
         connect() as client,
@@ -67,13 +88,22 @@ def run(
             left_behind,
         ) as sandbox,
     ):
-        code = follow(sandbox, command, variables, workdir, timeout, as_json=as_json)
+        for directory, path in volumes:
+            bring(sandbox, directory, path)
+        code = follow(
+            sandbox, command, variables, workdir, timeout, as_json=as_json, interactive_=interactive_, tty=tty
+        )
     raise typer.Exit(code)
 
 
 def exec_(
-    sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX")],
+    sandbox_id: options.SandboxId,
     command: options.Command,
+    interactive_: Interactive = False,
+    tty: Tty = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Print the command's id and leave it running: see logs, kill.")
+    ] = False,
     env: options.Env = None,
     workdir: options.Workdir = None,
     timeout: options.Deadline = None,
@@ -81,14 +111,51 @@ def exec_(
 ) -> None:
     """Run a command in a sandbox that exists, with live output.
 
-    Ends with the command's exit code; 125 when the error is ours. The command's standard input is empty. Ctrl-C kills
-    the command; the sandbox stays.
+    Ends with the command's exit code; 125 when the error is ours. Standard input is empty without -i. Ctrl-C kills the
+    command, which is its terminal's own affair with -t; the sandbox stays.
     """
     variables = options.environment(env)
     if command[0] == "--" and len(command) > 1:  # options end with SANDBOX, so the parser hands this one on
         command = command[1:]
+    _check_use(tty, as_json)
+    if detach and (interactive_ or tty):
+        raise typer.BadParameter("-d leaves the command alone: it goes with neither -i nor -t")
     with connect() as client:
-        code = follow(client.get(sandbox_id), command, variables, workdir, timeout, as_json=as_json)
+        sandbox = client.get(sandbox_id)
+        if detach:
+            started = sandbox.start_exec(command, env=variables, workdir=workdir, timeout_seconds=timeout).info
+            if as_json:
+                output.data(dataclasses.asdict(started))
+            else:
+                output.line(started.id)
+            return
+        code = follow(
+            sandbox, command, variables, workdir, timeout, as_json=as_json, interactive_=interactive_, tty=tty
+        )
+    raise typer.Exit(code)
+
+
+def shell(
+    sandbox_id: options.SandboxId,
+    command: Annotated[
+        str | None, typer.Option("--command", "-c", help="A shell line in place of a login shell.", metavar="LINE")
+    ] = None,
+    workdir: options.Workdir = None,
+) -> None:
+    """Work in a sandbox: a shell on a terminal, joined to this one.
+
+    Ends with the shell's exit code; 125 when the error is ours. Needs a terminal.
+    """
+    interactive.require_terminal()
+    with connect() as client:
+        sandbox = client.get(sandbox_id)
+        with signals.deferred():
+            terminal = sandbox.terminal(
+                command, size=interactive.size(), workdir=workdir, term=os.environ.get("TERM") or None
+            )
+        with terminal:
+            interactive.join(terminal)
+        code = _terminal_code(terminal)
     raise typer.Exit(code)
 
 
@@ -100,25 +167,41 @@ def follow(
     timeout: float | None,
     *,
     as_json: bool = False,
+    interactive_: bool = False,
+    tty: bool = False,
 ) -> int:
     """Run a command and write its output as it comes, or its whole result as JSON; return its exit code.
 
     Leaving early (a signal, a closed pipe) closes the stream, which ends the command with all its processes.
     """
+    if tty:
+        return _on_terminal(sandbox, command, env, workdir, timeout)
     if as_json:
-        result = sandbox.exec(command, env=env, workdir=workdir, timeout_seconds=timeout)
+        stdin = _standard_input() if interactive_ else None
+        result = sandbox.exec(command, env=env, workdir=workdir, timeout_seconds=timeout, stdin=stdin)
         output.data(dataclasses.asdict(result))
         return result.exit_code
-    events = sandbox.exec_stream(command, env=env, workdir=workdir, timeout_seconds=timeout)
-    with closing(cast("Generator[ExecEvent]", events)):
-        for event in events:
-            if event.type == "exit" and event.exit_code is not None:
-                if event.timed_out:
-                    seconds = (event.duration_ms or 0) / 1000
-                    output.note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
-                return event.exit_code
-            output.chunk(event.type, event.data)
-    raise ConnectionLostError("the output ended without an exit code; how the command ended is unknown")
+    with signals.deferred():
+        execution = sandbox.start_exec(
+            command, env=env, workdir=workdir, timeout_seconds=timeout, stdin=interactive_, detach=False
+        )
+    with closing(execution.output()) as events:
+        feeding = execution.feeding(_standard_input()) if interactive_ else nullcontext()
+        with feeding:
+            code = output.follow(events, deadline_hint=True)
+    _forget(execution)
+    return code
+
+
+def bring(sandbox: Sandbox, directory: Path, path: str) -> None:
+    """Copy a local directory into a new sandbox."""
+    from agent_sandbox.cli.packing import pack_directory, total_bytes
+
+    with copying.progress() as done:
+        done.expect(total_bytes(directory))
+        sandbox.upload_archive(path, pack_directory(directory, done))
+    for name, reason in done.skipped[: copying.SHOWN]:
+        output.note(f"left out {name}: {reason}")
 
 
 def destroy(sandbox: Sandbox) -> None:
@@ -132,3 +215,66 @@ def destroy(sandbox: Sandbox) -> None:
 def left_behind(sandbox: Sandbox) -> str:
     """Say how to remove a sandbox that a forced exit leaves."""
     return f"sandbox {sandbox.id} may be left behind: agent-sandbox rm {sandbox.id}"
+
+
+def _on_terminal(
+    sandbox: Sandbox, command: Sequence[str], env: Mapping[str, str], workdir: str | None, timeout: float | None
+) -> int:
+    """Run a command on a terminal joined to ours. Its variables may be secret, so they do not go by the address."""
+    variables = {"TERM": os.environ.get("TERM") or "xterm-256color", **env}
+    size = interactive.size()
+    with signals.owning(
+        lambda: sandbox.start_exec(command, env=variables, workdir=workdir, timeout_seconds=timeout, tty=size),
+        _forget,
+        lambda execution: f"a command may be left running: agent-sandbox kill {sandbox.id} {execution.id}",
+    ) as execution:
+        if execution.info.status == "running":
+            try:
+                with signals.deferred():
+                    terminal = sandbox.attach_terminal(execution.id, size=size)
+                with terminal:
+                    interactive.join(terminal)
+                return _terminal_code(terminal)
+            except (NotFoundError, ConflictError):
+                pass  # it ended before we came: what it said is kept
+        with closing(execution.output()) as events:
+            return output.follow(events, deadline_hint=True)
+
+
+def _terminal_code(terminal: Terminal) -> int:
+    """The exit code of what ran on a terminal; 129 (hangup) when the connection was closed from here."""
+    from agent_sandbox.client.exec_requests import exit_status
+
+    if terminal.exit is None:
+        return 129
+    if terminal.exit.message:
+        output.note(terminal.exit.message)
+    return exit_status(terminal.exit)
+
+
+def _forget(execution: Execution) -> None:
+    try:
+        execution.delete()
+    except SandboxError:
+        pass  # it has been forgotten already, or its sandbox has gone
+
+
+def _standard_input() -> Iterator[bytes]:
+    while piece := os.read(sys.stdin.fileno(), INPUT_BYTES):
+        yield piece
+
+
+def _check_use(tty: bool, as_json: bool) -> None:
+    if tty and as_json:
+        raise typer.BadParameter("--json goes with no terminal")
+    if tty:
+        interactive.require_terminal()
+
+
+def _volume(text: str) -> tuple[Path, str]:
+    directory, colon, path = text.rpartition(":")
+    if not colon:
+        directory, path = text, ""
+    if not Path(directory).is_dir():
+        raise typer.BadParameter(f"{directory!r} is no directory")
+    return Path(directory), posixpath.normpath(posixpath.join(WORKSPACE, path))

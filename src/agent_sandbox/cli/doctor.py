@@ -17,6 +17,7 @@ from agent_sandbox.config import Settings, load_settings
 
 TOOL_SECONDS = 10
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"))
+_UNIT = "agent-sandbox.service"
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
@@ -60,8 +61,15 @@ def gather(settings: Settings) -> checks.Probe:
         cgroup_v1=v1,
         cgroup_v2=v2,
         loop_control=Path("/dev/loop-control").exists(),
-        tools={"runc": _tool("runc", "--version"), "mke2fs": _tool("mke2fs", "-V")},
+        tools={
+            "runc": _tool("runc", "--version"),
+            "mke2fs": _tool("mke2fs", "-V"),
+            "skopeo": _tool("skopeo", "--version"),
+            "umoci": _tool("umoci", "--version"),
+        },
         max_user_namespaces=_number("/proc/sys/user/max_user_namespaces"),
+        idmap_problem=_idmap_problem(data_dir),
+        systemd=_systemd(),
         kvm=_kvm(),
         docker=_tool("docker", "--version"),
         disk_free_bytes=_disk_free(data_dir),
@@ -122,6 +130,23 @@ def _tool(name: str, flag: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter((done.stdout or done.stderr).splitlines()), "")
+
+
+def _idmap_problem(data_dir: Path) -> str | None:
+    if platform.system() != "Linux" or os.geteuid() != 0:
+        return None
+    from agent_sandbox.backends.oci import idmap
+
+    while not data_dir.exists() and data_dir != data_dir.parent:
+        data_dir = data_dir.parent
+    return idmap.why_not((Path("/usr"), data_dir))
+
+
+def _systemd() -> Literal["absent", "running", "running with our unit"]:
+    if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
+        return "absent"
+    places = (Path("/etc/systemd/system"), Path("/usr/lib/systemd/system"), Path("/lib/systemd/system"))
+    return "running with our unit" if any((place / _UNIT).exists() for place in places) else "running"
 
 
 def _kvm() -> Literal["absent", "no access", "usable"]:

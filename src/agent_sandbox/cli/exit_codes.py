@@ -1,6 +1,7 @@
 """Exit codes: the one table from error codes to numbers.
 
-``run`` and ``exec`` end with the command's own code, so every error of ours is 125 there, as in other container tools.
+``run``, ``exec`` and ``shell`` end with the command's own code, so every error of ours is 125 there, as in other
+container tools.
 When adding an error code to ``errors.py`` or the SDK, give it a row here: a test asks for one.
 """
 
@@ -12,7 +13,7 @@ OK = 0
 FAILED = 1
 USAGE = 2
 OURS = 125
-"""What ``run`` and ``exec`` end with when the failure is ours and not the command's."""
+"""What ``run``, ``exec`` and ``shell`` end with when the failure is ours and not the command's."""
 BROKEN_PIPE = 141
 
 
@@ -57,7 +58,7 @@ _OTHERS = {
     OK: "done",
     FAILED: "a check failed (doctor, quickstart), or a local file cannot be used",
     USAGE: "wrong usage",
-    OURS: "run and exec only: the error is ours, not the command's",
+    OURS: "run, exec and shell only: the error is ours, not the command's",
     130: "interrupted",
     BROKEN_PIPE: "the reader of the output has gone",
     143: "terminated",
@@ -72,7 +73,7 @@ def describe() -> list[tuple[int, str]]:
 HELP = (
     "Exit codes: "
     + "; ".join(f"{number} {meaning}" for number, meaning in describe())
-    + ". run and exec end with the command's own code (128 + signal when one killed it)."
+    + ". run, exec and shell end with the command's own code (128 + signal when one killed it)."
 )
 
 

@@ -1,147 +1,252 @@
-"""``cp``: files and directories between this machine and a sandbox.
+"""``cp`` and ``watch``: files and directories between this machine and a sandbox.
 
-The sandbox is hostile: its listings are input. When copying out, a name is used only if it is one plain path
-component, paths are built from the names and never taken from the listing, and every file is opened relative to a
-descriptor of its directory, without following links: nothing lands outside the target, whatever the listing says and
-whatever already lies there. Links and special files are left out, and said so.
+The sandbox is hostile: its listings and archives are input. A directory beneath ``/workspace`` comes out as an archive,
+which ``unpacking.py`` writes without ever leaving the target; modes, symbolic links and empty directories are kept. One
+from elsewhere comes name by name: a name is used only if it is one plain path component, paths are built from the names
+and never taken from the listing, and every file is opened relative to a descriptor of its directory, without following
+links; links and special files are left out there, and said so.
 
-Files and listings travel by the plain file calls, so a directory that is empty cannot be made in a sandbox yet, and a
-mode is kept on the way in only (the reply of a listing carries none).
+A copy that fails or is interrupted leaves nothing behind: files and new directories are made aside and take their place
+at the end. What goes into a directory that exists already is written there entry by entry, each of them whole.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
 import posixpath
 import re
+import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import output
+from agent_sandbox.cli import completion, copying, options, output, signals
 from agent_sandbox.cli.connection import connect
-from agent_sandbox.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
+from agent_sandbox.cli.copying import Copied
+from agent_sandbox.errors import ConflictError, InvalidRequestError, NotFoundError, PayloadTooLargeError, SandboxError
 from agent_sandbox.types import WORKSPACE
 
 if TYPE_CHECKING:
-    from agent_sandbox.client import Sandbox
-
-MAX_ENTRIES = 100_000
-MAX_DEPTH = 100
-MAX_TOTAL_BYTES = 10 << 30
-"""Bounds of one copy: a hostile sandbox can list a tree without an end. The size is the largest disk by default."""
-MAX_FILE_BYTES = 1 << 30
-"""A file is held in memory while it is sent; the server's own limit is far lower by default (MAX_FILE_BYTES)."""
-SHOWN = 10
+    from agent_sandbox.client import FileStat, Sandbox
 
 _REMOTE = re.compile(r"(sb[a-z0-9]+):(.*)", re.DOTALL)
 
-
-@dataclass
-class Copied:
-    """What one copy has done so far, held against its bounds."""
-
-    files: int = 0
-    bytes: int = 0
-    entries: int = 0
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    tick: Callable[[], object] = lambda: None
-
-    def entry(self, depth: int) -> None:
-        """Count one more name; :class:`PayloadTooLargeError` above a bound."""
-        self.entries += 1
-        if self.entries > MAX_ENTRIES or depth > MAX_DEPTH:
-            raise PayloadTooLargeError(f"the tree has more than {MAX_ENTRIES} entries or {MAX_DEPTH} levels")
-
-    def file(self, size: int) -> None:
-        """Count one more file; :class:`PayloadTooLargeError` above the bound."""
-        self.files += 1
-        self.bytes += size
-        if self.bytes > MAX_TOTAL_BYTES:
-            raise PayloadTooLargeError(f"the tree holds more than {output.size(MAX_TOTAL_BYTES)}")
-        self.tick()
-
-    def skip(self, path: str, reason: str) -> None:
-        """Note a name that is left out."""
-        self.skipped.append((path, reason))
+Place = Annotated[str, typer.Argument(help="PATH or SANDBOX:PATH.", autocompletion=completion.places)]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     app.command()(cp)
+    app.command()(watch)
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="PATH or SANDBOX:PATH.")],
-    target: Annotated[str, typer.Argument(help="SANDBOX:PATH or PATH; exactly one of the two is in a sandbox.")],
+    source: Place,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="SANDBOX:PATH or PATH; exactly one of the two is in a sandbox.", autocompletion=completion.places
+        ),
+    ],
+    as_json: options.Json = False,
 ) -> None:
     """Copy a file, or a directory with all that is in it, into a sandbox or out of it.
 
-    A path in a sandbox is relative to /workspace. Links, special files and (on the way in) empty directories are left
-    out and reported. Where the target is a directory, the source goes into it.
+    A path in a sandbox is relative to /workspace. Where the target is a directory, the source goes into it. Modes,
+    symbolic links and empty directories are kept; a link that leads out of the copy, devices and sockets are left out
+    and reported. An interrupted copy leaves nothing behind, unless it was filling a directory that was there.
     """
     there, here = _REMOTE.fullmatch(source), _REMOTE.fullmatch(target)
     if (there is None) == (here is None):
         raise typer.BadParameter("exactly one of the two must be SANDBOX:PATH")
-    with connect() as client, _progress() as done:
+    with connect() as client, copying.progress() as done:
         if here is not None:
             upload(client.get(here[1]), Path(source), _inside(here[2]), done)
         elif there is not None:
             download(client.get(there[1]), _inside(there[2]), Path(target), done)
-    for path, reason in done.skipped[:SHOWN]:
-        output.note(f"left out {path}: {reason}")
-    if len(done.skipped) > SHOWN:
-        output.note(f"left out {len(done.skipped) - SHOWN} more")
-    output.note(f"copied {done.files} {'file' if done.files == 1 else 'files'}, {output.size(done.bytes)}")
+    if as_json:
+        left_out = [{"path": path, "reason": reason} for path, reason in done.skipped]
+        output.data({"files": done.files, "bytes": done.bytes, "left_out": left_out})
+    else:
+        done.report()
+
+
+def watch(
+    sandbox_id: options.SandboxId,
+    path: Annotated[str, typer.Argument(metavar="[PATH]", help="A directory in the sandbox.")] = WORKSPACE,
+    flat: Annotated[bool, typer.Option("--flat", help="Leave out what is in directories below.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Print what changes in a directory of a sandbox, a line for each change, until Ctrl-C."""
+    with connect() as client, closing(client.get(sandbox_id).watch(_inside(path), recursive=not flat)) as events:
+        for event in events:
+            if as_json:
+                print(json.dumps(dataclasses.asdict(event)), flush=True)
+            elif event.type == "ready":
+                output.note(f"watching {path}")
+            elif event.type == "lost":
+                output.note("more changed than could be told: look again at everything")
+            else:
+                shown = event.path if event.to is None else f"{event.path} -> {event.to}"
+                print(output.plain(f"{event.type} {shown}{'/' if event.directory else ''}"), flush=True)
 
 
 def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
     """Copy a local file or tree to an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
+    from agent_sandbox.cli.packing import pack_directory, total_bytes
+
     if not source.exists():
         raise NotFoundError(f"there is no {source}")
-    if target.endswith("/") or _is_directory(sandbox, target):
+    found = _stat(sandbox, target)
+    if target.endswith("/") or (found is not None and found.type == "directory"):
         target = posixpath.join(target, source.absolute().name)
+        found = _stat(sandbox, target)
     if not source.is_dir():
-        _send(sandbox, os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), target, os.fspath(source), done)
+        if found is not None and found.type == "directory":
+            raise ConflictError(f"{target} is a directory")
+        _send(sandbox, source, target, done)
         return
-    for folder, names, files, folder_fd in os.fwalk(source, follow_symlinks=False):
-        relative = os.path.relpath(folder, source)
-        depth = 0 if relative == "." else relative.count(os.sep) + 1
-        if not names and not files:
-            done.skip(folder, "an empty directory")
-        for name in [*names, *files]:
-            done.entry(depth)
-            shown, mode = os.path.join(folder, name), os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode  # noqa: PTH118
-            if stat.S_ISREG(mode):
-                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
-                _send(sandbox, fd, posixpath.normpath(posixpath.join(target, relative, name)), shown, done)
-            elif not stat.S_ISDIR(mode):
-                done.skip(shown, "not a regular file")
+    done.expect(total_bytes(source))
+    if found is not None:
+        if found.type != "directory":
+            raise ConflictError(f"{target} is there and no directory")
+        sandbox.upload_archive(target, pack_directory(source, done))
+        return
+    parent, name = posixpath.split(target)
+    if parent != WORKSPACE:
+        sandbox.mkdir(parent)
+    aside = posixpath.join(parent, f".{name[:100]}.{secrets.token_hex(4)}.part")
+    with signals.owning(
+        lambda: sandbox.mkdir(aside),
+        lambda _: _remove_if_there(sandbox, aside),
+        lambda _: f"a part of the copy may be left at {sandbox.id}:{aside}",
+    ):
+        sandbox.upload_archive(aside, pack_directory(source, done))
+        with signals.deferred():
+            sandbox.move(aside, target, replace=False)
 
 
 def download(sandbox: Sandbox, source: str, target: Path, done: Copied) -> None:
     """Copy a file or tree from an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
+    found = sandbox.stat(source)
     name = posixpath.basename(posixpath.normpath(source))
-    try:
-        entries = sandbox.list_files(source)
-    except InvalidRequestError:
-        entries = None
-    if target.is_dir() or (entries is None and os.fspath(target).endswith("/")):
+    if target.is_dir() or (found.type != "directory" and os.fspath(target).endswith("/")):
         if not is_plain(name):
             raise InvalidRequestError(f"{source!r} has no name of its own: say a target that does not exist yet")
         target /= name
-    if entries is None:
-        with _directory(target.absolute().parent) as parent_fd:
-            _receive(sandbox, source, parent_fd, target.name, done)
+    if found.type != "directory":
+        if target.is_dir() and not target.is_symlink():
+            raise ConflictError(f"{target} is a directory")
+        done.expect(found.size)
+        _receive_file(sandbox, source, found, target, done)
         return
-    target.mkdir(parents=True, exist_ok=True)
-    with _directory(target) as target_fd:
-        _receive_tree(sandbox, source, entries, target_fd, done, 0)
+    archived = source == WORKSPACE or source.startswith(WORKSPACE + "/")
+    if target.is_symlink() or target.exists():
+        with _directory(target) as fd:
+            _fill(sandbox, source, fd, done, archived=archived, new=False)
+        return
+    target.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with _aside(target.absolute()) as aside:
+        with _directory(aside) as fd:
+            _fill(sandbox, source, fd, done, archived=archived)
+        aside.rename(target)
+
+
+def _fill(sandbox: Sandbox, source: str, target_fd: int, done: Copied, *, archived: bool, new: bool = True) -> None:
+    from agent_sandbox.cli.unpacking import unpack
+
+    if archived:
+        with closing(sandbox.stream_archive(source)) as pieces:
+            unpack(pieces, target_fd, done, new_root=new)
+    else:
+        _receive_tree(sandbox, source, sandbox.list_files(source), target_fd, done, 0)
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A new directory beside the target; it goes if it has not taken the target's place by the end."""
+    with signals.deferred():
+        aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".part"))
+    try:
+        aside.chmod(0o755)
+        yield aside
+    finally:
+        if aside.exists():
+            with signals.deferred():
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+class _Counted:
+    """A local file that counts what is written to it."""
+
+    def __init__(self, file: Any, done: Copied) -> None:
+        self._file, self._done = file, done
+
+    def write(self, data: bytes) -> int:
+        self._done.piece(len(data))
+        written: int = self._file.write(data)
+        return written
+
+
+def _receive_file(sandbox: Sandbox, source: str, found: FileStat, target: Path, done: Copied) -> None:
+    """Write a file aside, then put it in the target's place, whatever non-directory is there; no link is followed."""
+    if target.exists() and not target.is_file() and not target.is_symlink():
+        raise InvalidRequestError(f"cannot write {target}: it is there and no regular file")
+    mode = int(found.mode, 8) & 0o777 if re.fullmatch("[0-7]{1,4}", found.mode) else 0o644
+    with tempfile.NamedTemporaryFile(
+        dir=target.absolute().parent, prefix=f".{target.name[:100]}.", delete=False
+    ) as file:
+        try:
+            sandbox.download(source, _Counted(file, done))  # type: ignore[arg-type]
+            file.close()
+            Path(file.name).chmod(mode)
+            Path(file.name).replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(file.name).unlink()
+            raise
+    done.file()
+
+
+def _send(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
+    from agent_sandbox.cli.packing import PIECE_BYTES, pack_file
+
+    with os.fdopen(os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidRequestError(f"{source} is not a regular file")
+        done.expect(found.st_size)
+        pieces = iter(lambda: file.read(PIECE_BYTES), b"")
+        try:
+            sandbox.upload(target, done.counted(pieces), mode=stat.S_IMODE(found.st_mode) & 0o777)
+            done.file()
+            return
+        except PayloadTooLargeError:
+            done.bytes = 0
+    # Above the server's limit on one file; its limit on an archive is higher.
+    parent, name = posixpath.split(target)
+    sandbox.upload_archive(parent, pack_file(source, name, done))
+
+
+def _stat(sandbox: Sandbox, path: str) -> FileStat | None:
+    try:
+        return sandbox.stat(path)
+    except NotFoundError:
+        return None
+
+
+def _remove_if_there(sandbox: Sandbox, path: str) -> None:
+    with contextlib.suppress(SandboxError):
+        sandbox.remove(path, recursive=True)
 
 
 def is_plain(name: str) -> bool:
@@ -181,34 +286,14 @@ def _receive(sandbox: Sandbox, path: str, parent_fd: int, name: str, done: Copie
             raise InvalidRequestError(f"cannot write {name}: it is there and no regular file")
         file.truncate()
         file.write(data)
-    done.file(len(data))
-
-
-def _send(sandbox: Sandbox, fd: int, target: str, shown: str, done: Copied) -> None:
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            done.skip(shown, "not a regular file")
-            return
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise PayloadTooLargeError(f"{shown} is larger than {output.size(MAX_FILE_BYTES)}")
-    sandbox.write_file(target, data, mode=stat.S_IMODE(status.st_mode) & 0o777)
-    done.file(len(data))
+    done.piece(len(data))
+    done.file()
 
 
 def _inside(path: str) -> str:
     """The absolute path in the sandbox; a trailing slash stays, since it says "into this directory"."""
     joined = posixpath.join(WORKSPACE, path)
     return posixpath.normpath(joined) + ("/" if path.endswith("/") and path.strip("/") else "")
-
-
-def _is_directory(sandbox: Sandbox, path: str) -> bool:
-    try:
-        sandbox.list_files(path)
-    except (InvalidRequestError, NotFoundError):
-        return False
-    return True
 
 
 @contextmanager
@@ -225,20 +310,3 @@ def _directory(path: str | Path, parent_fd: int | None = None) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _progress() -> Iterator[Copied]:
-    """Yield the counters of a copy; on a terminal they are shown while it runs."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn
-
-    done = Copied()
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield done
-        return
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
-        task = bar.add_task("copying")
-        done.tick = lambda: bar.update(task, description=f"{done.files} files, {output.size(done.bytes)}")
-        yield done

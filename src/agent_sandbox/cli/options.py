@@ -8,8 +8,16 @@ from typing import Annotated
 
 import typer
 
+from agent_sandbox.cli import completion
+
+SandboxId = Annotated[
+    str, typer.Argument(metavar="SANDBOX", help="A sandbox's id.", autocompletion=completion.sandboxes)
+]
+SnapshotId = Annotated[
+    str, typer.Argument(metavar="SNAPSHOT", help="A snapshot's id.", autocompletion=completion.snapshots)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Image = Annotated[str | None, typer.Option("--image", "-i", help="Image; the server's default else.")]
+Image = Annotated[str | None, typer.Option("--image", help="Image; the server's default else.")]
 Cpus = Annotated[float | None, typer.Option("--cpus", help="Cores.")]
 Memory = Annotated[int | None, typer.Option("--memory", "-m", help="Memory, MiB.", metavar="MIB")]
 Pids = Annotated[int | None, typer.Option("--pids", help="Most processes and threads.")]

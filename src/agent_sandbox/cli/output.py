@@ -10,7 +10,10 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_sandbox.client import ExecOutputEvent
 
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -67,11 +70,33 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def chunk(stream: str, text: str) -> None:
+def raw(stream: str, data: bytes) -> None:
     """Write a piece of a command's output to the stream it came from, at once and as it is."""
     target = sys.stderr if stream == "stderr" else sys.stdout
-    target.buffer.write(text.encode("utf-8", "surrogateescape"))
+    target.buffer.write(data)
     target.buffer.flush()
+
+
+def follow(events: Iterable[ExecOutputEvent], *, deadline_hint: bool = False) -> int:
+    """Write a command's output as it comes, byte by byte as it was; return its exit code, 0 while it still runs.
+
+    Why it could not be started, what is not kept any more, and its deadline are notes.
+    """
+    from agent_sandbox.client.exec_requests import exit_status
+
+    for event in events:
+        if event.type in ("stdout", "stderr"):
+            raw(event.type, event.raw)
+        elif event.type == "gap":
+            note(f"{event.bytes} bytes of output are not kept any more")
+        elif event.type == "exit":
+            if event.message:
+                raw("stderr", f"{event.message}\n".encode("utf-8", "surrogateescape"))
+            if event.timed_out and deadline_hint:
+                seconds = (event.duration_ms or 0) / 1000
+                note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
+            return exit_status(event)
+    return 0
 
 
 def close_broken_stdout() -> None:

@@ -1,21 +1,30 @@
-"""``create``, ``ls``, ``rm``: sandboxes that outlive the command."""
+"""``create``, ``ls``, ``inspect``, ``stats``, ``start``, ``stop``, ``rm``: sandboxes that outlive the command."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import exit_codes, options, output
+from agent_sandbox.cli import completion, exit_codes, options, output
 from agent_sandbox.cli.connection import connect
 from agent_sandbox.errors import SandboxError
+
+if TYPE_CHECKING:
+    from agent_sandbox.client import SandboxClient
+
+SandboxIds = Annotated[
+    list[str], typer.Argument(help="Ids of sandboxes.", metavar="SANDBOX...", autocompletion=completion.sandboxes)
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     app.command()(create)
-    app.command()(ls)
-    app.command()(rm)
+    for command in (ls, inspect, stats, start, stop, rm):
+        app.command()(command)
 
 
 def create(
@@ -65,22 +74,91 @@ def ls(as_json: options.Json = False) -> None:
     )
 
 
+def inspect(
+    id: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="Id of a sandbox (sb…) or snapshot (snap…).", autocompletion=completion.both),
+    ],
+    as_json: options.Json = False,
+) -> None:
+    """Show everything that the server knows of a sandbox or snapshot."""
+    with connect() as client:
+        found = dataclasses.asdict(client.get_snapshot(id)) if id.startswith("snap") else client.get(id).data
+    if as_json:
+        output.data(found)
+        return
+    width = max(len(name) for name in found)
+    for name, value in found.items():
+        output.line(f"{name:<{width}}  {'-' if value is None else value}")
+
+
+def stats(sandbox_id: options.SandboxId, as_json: options.Json = False) -> None:
+    """Show what a sandbox uses now."""
+    with connect() as client:
+        found = client.get(sandbox_id).stats()
+    if as_json:
+        output.data(dataclasses.asdict(found))
+        return
+    rows = [
+        ("memory", "-" if found.memory_bytes is None else output.size(found.memory_bytes)),
+        ("cpu", "-" if found.cpu_seconds is None else f"{found.cpu_seconds:.2f} s"),
+        ("processes", found.processes),
+        ("commands kept", found.execs),
+        ("output kept", output.size(found.output_bytes)),
+        ("daemon's memory", output.size(found.daemon_memory_bytes)),
+    ]
+    for name, value in rows:
+        output.line(f"{name:<15}  {value}")
+
+
+def start(ids: SandboxIds, as_json: options.Json = False) -> None:
+    """Start stopped sandboxes again, with their workspaces and an empty /tmp."""
+    _each(ids, lambda client, id: client.get(id).start().data, as_json)
+
+
+def stop(ids: SandboxIds, as_json: options.Json = False) -> None:
+    """End every process of sandboxes and keep their workspaces."""
+    _each(ids, lambda client, id: client.get(id).stop().data, as_json)
+
+
 def rm(
-    ids: Annotated[list[str], typer.Argument(help="Ids of sandboxes (sb…) and snapshots (snap…).", metavar="ID...")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(
+            help="Ids of sandboxes (sb…) and snapshots (snap…).", metavar="ID...", autocompletion=completion.both
+        ),
+    ],
+    as_json: options.Json = False,
 ) -> None:
     """Remove sandboxes and snapshots. The snapshots of a removed sandbox stay.
 
     Goes through the whole list; ends with the code of the first error.
     """
-    first = exit_codes.OK
+
+    def remove(client: SandboxClient, id: str) -> dict[str, Any]:
+        if id.startswith("snap"):
+            client.delete_snapshot(id)
+        else:
+            client.get(id).destroy()
+        return {"id": id, "removed": True}
+
+    _each(ids, remove, as_json, quiet=True)
+
+
+def _each(
+    ids: list[str], act: Callable[[SandboxClient, str], dict[str, Any]], as_json: bool, *, quiet: bool = False
+) -> None:
+    """Go through the whole list; end with the code of the first error."""
+    first, done = exit_codes.OK, []
     with connect() as client:
         for id in ids:
             try:
-                if id.startswith("snap"):
-                    client.delete_snapshot(id)
-                else:
-                    client.get(id).destroy()
+                done.append(act(client, id))
+                if not (as_json or quiet):
+                    output.line(id)
             except SandboxError as error:
                 output.note(f"{id}: {error.message}")
                 first = first or exit_codes.of(error)
+    if as_json:
+        output.data(done)
     raise typer.Exit(first)

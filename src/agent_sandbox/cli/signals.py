@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, TypeVar
 
@@ -34,6 +34,8 @@ class _State:
     pending = 0
     held: ClassVar[list[str]] = []
     """What a second signal would leave behind, one line for each thing that is owned."""
+    last_acts: ClassVar[list[Callable[[], object]]] = []
+    """What even a second signal does before it ends the process."""
 
 
 @contextmanager
@@ -41,6 +43,7 @@ def handled() -> Iterator[None]:
     """Turn signals into :class:`Interrupted` inside the block, and give the old handlers back after it."""
     _State.depth = _State.received = _State.pending = 0
     _State.held.clear()
+    _State.last_acts.clear()
     # One that the caller's caller ignores (nohup, a background job) stays ignored.
     wanted = [signum for signum in _HANDLED if signal.getsignal(signum) is not signal.SIG_IGN]
     before = {signum: signal.signal(signum, _on_signal) for signum in wanted}
@@ -83,9 +86,23 @@ def owning(make: Callable[[], T], release: Callable[[T], object], left_behind: C
             _State.held.pop()
 
 
+@contextmanager
+def also_when_forced(act: Callable[[], object]) -> Iterator[None]:
+    """Do ``act`` at the end of the block, and also when a second signal ends the process inside it."""
+    _State.last_acts.append(act)
+    try:
+        yield
+    finally:
+        _State.last_acts.remove(act)
+        act()
+
+
 def _on_signal(signum: int, frame: FrameType | None) -> None:
     _State.received += 1
     if _State.received > 1:
+        for act in reversed(_State.last_acts):
+            with suppress(Exception):
+                act()
         for line in ("", *(f"agent-sandbox: {text}" for text in _State.held)):
             os.write(sys.stderr.fileno(), f"{line}\n".encode(errors="replace"))
         os._exit(128 + signum)

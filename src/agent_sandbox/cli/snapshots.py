@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from agent_sandbox.cli import options, output
+from agent_sandbox.cli import completion, options, output
 from agent_sandbox.cli.connection import connect
-
-SandboxId = Annotated[str, typer.Argument(metavar="SANDBOX")]
-SnapshotId = Annotated[str, typer.Argument(metavar="SNAPSHOT")]
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 
 def snapshot(
-    sandbox_id: SandboxId,
+    sandbox_id: options.SandboxId,
     name: Annotated[str | None, typer.Option("--name", "-n", help="A name for people.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -37,7 +34,10 @@ def snapshot(
 
 
 def snapshots(
-    sandbox_id: Annotated[str | None, typer.Argument(metavar="[SANDBOX]")] = None, as_json: options.Json = False
+    sandbox_id: Annotated[
+        str | None, typer.Argument(metavar="[SANDBOX]", help="Only its own.", autocompletion=completion.sandboxes)
+    ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """List the snapshots, of one sandbox or all."""
     with connect() as client:
@@ -54,7 +54,7 @@ def snapshots(
     )
 
 
-def rollback(sandbox_id: SandboxId, snapshot_id: SnapshotId, as_json: options.Json = False) -> None:
+def rollback(sandbox_id: options.SandboxId, snapshot_id: options.SnapshotId, as_json: options.Json = False) -> None:
     """Put the workspace of a sandbox back to a snapshot. Its processes end; its id stays."""
     with connect() as client:
         sandbox = client.get(sandbox_id).rollback(snapshot_id)
@@ -65,7 +65,7 @@ def rollback(sandbox_id: SandboxId, snapshot_id: SnapshotId, as_json: options.Js
 
 
 def fork(
-    snapshot_id: SnapshotId,
+    snapshot_id: options.SnapshotId,
     count: Annotated[int, typer.Option("--count", "-c", help="How many sandboxes.", min=1, max=1000)] = 1,
     cpus: options.Cpus = None,
     memory: options.Memory = None,

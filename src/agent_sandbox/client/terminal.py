@@ -45,6 +45,7 @@ class Frames:
     def __init__(self) -> None:
         self.id = ""
         self.exit: models.ExecOutputEvent | None = None
+        self.missed = 0
 
     def take(self, frame: bytes | str) -> bytes:
         """Return the bytes of a frame, none for what is no output; raises the server's reason for an end."""
@@ -57,6 +58,8 @@ class Frames:
             self.id = event.id
         elif event.type == "exit":
             self.exit = event
+        elif event.type == "gap":
+            self.missed += event.bytes
         return b""
 
     def closed(self, address: str, reason: object) -> None:
@@ -157,6 +160,11 @@ class Terminal:
     def exit(self) -> models.ExecOutputEvent | None:
         """How the command ended, or ``None`` while that is not known."""
         return self._frames.exit
+
+    @property
+    def missed(self) -> int:
+        """How many bytes of output an attached terminal was too slow to get."""
+        return self._frames.missed
 
     def read(self) -> bytes:
         """Return the next output; nothing at the end. Raises the server's reason, or :class:`ReplyLostError`."""

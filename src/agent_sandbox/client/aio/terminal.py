@@ -63,6 +63,11 @@ class AsyncTerminal:
         """How the command ended, or ``None`` while that is not known."""
         return self._frames.exit
 
+    @property
+    def missed(self) -> int:
+        """How many bytes of output an attached terminal was too slow to get."""
+        return self._frames.missed
+
     async def read(self) -> bytes:
         """Return the next output; nothing at the end. Raises the server's reason, or :class:`ReplyLostError`."""
         from websockets.exceptions import ConnectionClosed
