@@ -1,11 +1,9 @@
 """The server's side of a guest that lies, stalls or leaves. The daemon here is the test."""
 
 import asyncio
-import os
 import pathlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -25,68 +23,12 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.guest import ERRORS, Guest, GuestStalled, limits
 from agent_sandbox.types import ExecExit, ExecOutput
-
-KEY = os.urandom(32)
-Liar = Callable[["Daemon", wire.Event], Awaitable[None]]
-
-
-class Daemon:
-    """A daemon that does the hello right and then what the test wants."""
-
-    def __init__(self, sock: socket.socket, liar: Liar) -> None:
-        self.sock, self.liar = sock, liar
-        self.wire = wire.Connection("daemon", KEY)
-
-    async def flush(self) -> None:
-        for piece in self.wire.data_to_send():
-            await asyncio.get_running_loop().sock_sendall(self.sock, piece)
-
-    async def raw(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self.sock, data)
-
-    async def run(self) -> None:
-        try:
-            while data := await asyncio.get_running_loop().sock_recv(self.sock, 65_536):
-                for event in self.wire.receive(data):
-                    await self.liar(self, event)
-                await self.flush()
-        except OSError:
-            pass
-
-
-@asynccontextmanager
-async def talking_to(liar: Liar) -> AsyncIterator[Guest]:
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    task = asyncio.create_task(Daemon(theirs, liar).run())
-    guest = await Guest.connect(ours, KEY)
-    try:
-        yield guest
-    finally:
-        guest.close()
-        task.cancel()
-        await asyncio.wait([task])
-        theirs.close()
-
-
-def answering(result: dict[str, Any], data: bytes = b"") -> Liar:
-    """A daemon that answers each operation with one piece of data and one END."""
-
-    async def liar(daemon: Daemon, event: wire.Event) -> None:
-        if isinstance(event, wire.Opened):
-            if data:
-                daemon.wire.send(event.stream, 1, data)
-            daemon.wire.end(event.stream, result)
-
-    return liar
+from tests.unit.guest_harness import ENTRY, KEY, Daemon, answering, talking_to
 
 
 async def run(guest: Guest, timeout: float = 5.0) -> list[Any]:
     async with aclosing(guest.exec([b"true"], [], b"/", timeout)) as events:
         return [event async for event in events]
-
-
-ENTRY = {"name": b"x", "path": b"/x", "type": "file", "size": 1, "mode": 0o644, "mtime_ns": 1}
 
 
 async def test_a_command_as_it_should_be() -> None:
