@@ -127,7 +127,7 @@ def test_order_and_kind_of_mounts() -> None:
     assert "ro" in options(config, "/usr")
     assert "ro" in options(config, "/run/sandboxd")
     assert "rw" in options(config, "/workspace")
-    assert "hidepid=2" in options(config, "/proc")
+    assert {"hidepid=2", "gid=0"} <= set(options(config, "/proc"))
     assert "noexec" in options(config, "/run")
     assert "noexec" not in options(config, "/tmp")
 

@@ -16,7 +16,8 @@ Strategy
   cancelled: otherwise it would go on behind the removal's back.
 * Asking whether an environment runs starts no process: runc's state file names the first one.
 
-The step names in the debug log are what the tests interrupt at.
+The step names in the debug log are what the tests interrupt at. The file is long because it holds every change of an
+environment's state, and only that: what each step does to the host is in the modules beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import platform
@@ -32,7 +32,6 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
@@ -42,8 +41,8 @@ from agent_sandbox.backends.oci.disk import Templates
 from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.failures import translated
-from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.backends.oci.inspection import observe
+from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.backends.oci.removals import Removals
 from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
 from agent_sandbox.backends.oci.runc import INSTALL, Runc
@@ -64,9 +63,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-RUN_DIRECTORY = Path("/run/agent-sandbox")
-ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
-"""Shared by all servers on a host, whatever their data directories, and kept over reboots."""
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _THREADS = 16
 """More than creations that make progress at once on common machines; waiting ones queue."""
@@ -86,16 +82,11 @@ class OciBackend(GuestBackend):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
-        real = os.path.realpath(settings.data_dir)  # the mount table has no symbolic links
-        self._home = Path(real) / "runc"
-        self._environments = self._home / "env"
-        self.instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
-        self._run_directory = RUN_DIRECTORY / self.instance
-        self._box = self._run_directory / "box"
-        self._runc = Runc(self._run_directory / "runc")
-        self._templates = Templates(self._home / "templates")
-        self._images = ImageStore(Path(real), *settings.sandbox_ids())
-        self._ranges = IdRanges(ID_DIRECTORY, settings.id_range_base)
+        self._places = Places(settings.data_dir, settings.id_range_base)
+        self.instance = self._places.instance
+        self._runc = Runc(self._places.runc)
+        self._templates = Templates(self._places.templates)
+        self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._hierarchies = cgroups.Hierarchies(None)
         self._host: Host | None = None
         self._version = ""
@@ -125,77 +116,31 @@ class OciBackend(GuestBackend):
             raise BackendError(
                 "no control groups below /sys/fs/cgroup; mount them (cgroup2) or use a host that has them"
             )
-        self._settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._settings.data_dir.chmod(0o700)
-        for directory in (self._home, self._environments):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        self._make_run_directories()
+        self._places.prepare()
         self._templates.clear()
-        self._images.prepare(in_use=self._root_directories())
+        self._images.prepare(in_use=self._places.root_directories())
         limits = cgroups.enforced(self._hierarchies)
         self.capabilities = capabilities(
             limits,
             has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
             has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
-            no_userns=self._prepare_ranges(),
+            no_userns=self._places.prepare_ranges(),
         )
         self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
-
-    def _make_run_directories(self) -> None:
-        """The way to ``box`` is open to all, or no sandbox's root came to its own root file system; the rest is not."""
-        for directory, mode in (
-            (RUN_DIRECTORY, 0o755),
-            (self._run_directory, 0o711),
-            (self._box, 0o711),
-            (self._runc.root, 0o700),
-        ):
-            directory.mkdir(mode=mode, exist_ok=True)
-            directory.chmod(mode)
-
-    def _prepare_ranges(self) -> str:
-        """Claim the ranges that records have, and try whether there can be such ranges here; return why not."""
-        try:
-            self._ranges.prepare()
-            for environment, record in self._all_records():
-                if record.ids is not None and not self._ranges.keep(record.ids, environment.directory):
-                    _log.error("the host ids of environment %s are another one's; it cannot start again", record.id)
-        except OSError as error:
-            return f"{ID_DIRECTORY} cannot be used ({error.strerror})"
-        return idmap.why_not((Path("/usr"), self._home.parent))
-
-    def _root_directories(self) -> set[Path]:
-        """The image directories that existing environments may run from: all of them, when a record is damaged."""
-        records = self._all_records()
-        if len(records) < sum(1 for _ in self._environments.glob("*/spec.json")):
-            return set(self._home.parent.glob("images/host/*/rootfs"))
-        return {record.rootfs for _, record in records}
-
-    def _all_records(self) -> list[tuple[Environment, Record]]:
-        """The environments whose records can be read."""
-        found = []
-        for directory in self._environments.iterdir():
-            environment = self._environment(directory.name)
-            try:
-                found.append((environment, environment.record()))
-            except NotFoundError:
-                continue
-            except BackendError as error:
-                _log.warning("%s", error.message)
-        return found
 
     async def close(self) -> None:
         await super().close()
         await self._removals.close(_CLOSE_SECONDS)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        roots = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
-        for directory in (*roots, self._runc.root, self._box, self._run_directory):
+        for root in self._hierarchies.all():
             with contextlib.suppress(OSError):
-                directory.rmdir()
+                (root / f"agent-sandbox-{self.instance}").rmdir()
+        self._places.close()
 
     async def ping(self) -> None:
         if not self._runc.installed():
             raise BackendError(f"runc is no longer installed; {INSTALL}")
-        if not os.access(self._environments, os.W_OK):
+        if not os.access(self._places.environments, os.W_OK):
             raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
 
     async def resolve_image(self, name: str) -> ResolvedImage:
@@ -206,12 +151,12 @@ class OciBackend(GuestBackend):
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
         self._check(id, spec)
-        if id in self._removals or self._environment(id).directory.exists():
+        if id in self._removals or self._places.environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
             await self._alone(id, self._create(id, spec))
         except asyncio.CancelledError:
-            if id not in self._removals and self._environment(id).directory.exists():
+            if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
             raise
 
@@ -251,7 +196,7 @@ class OciBackend(GuestBackend):
             raise UnsupportedError(f"limit {missing[0]}", self.name, remedy)
 
     async def _create(self, id: str, spec: SandboxSpec) -> None:
-        environment, step = self._environment(id), _steps("create", id)
+        environment, step = self._places.environment(id), _steps("create", id)
         try:
             async with translated("creating the sandbox"):
                 step("image")
@@ -270,7 +215,7 @@ class OciBackend(GuestBackend):
 
     def _record_new(self, environment: Environment, spec: SandboxSpec, image: ImageRoot) -> tuple[Record, bytes]:
         environment.reserve()
-        ids = self._ranges.claim(environment.directory) if self.capabilities.userns else None
+        ids = self._places.ranges.claim(environment.directory) if self.capabilities.userns else None
         record = Record(environment.id, spec, image.rootfs, ids, image.env)
         return record, environment.make(record)
 
@@ -326,7 +271,7 @@ class OciBackend(GuestBackend):
     async def _end(self, id: str) -> None:
         """End every process of the environment, which cannot be found from now on; return when none is left."""
         try:
-            await self._thread(self._environment(id).forget)
+            await self._thread(self._places.environment(id).forget)
         except OSError as error:
             # A damaged directory, or a disk that has become read-only, must not keep processes alive.
             _log.warning("environment %s: its record stays until it is removed: %s", id, error)
@@ -347,9 +292,9 @@ class OciBackend(GuestBackend):
 
     async def _remove(self, id: str) -> None:
         """Remove what is left of an environment without processes."""
-        directory = self._environment(id).directory
-        await self._free(id, self._environment(id).remove)
-        await self._thread(self._ranges.release, directory)
+        directory = self._places.environment(id).directory
+        await self._free(id, self._places.environment(id).remove)
+        await self._thread(self._places.ranges.release, directory)
 
     async def _free(self, id: str, last: Callable[[], None]) -> None:
         """Free what an environment without processes holds of the host, and do ``last``.
@@ -361,7 +306,7 @@ class OciBackend(GuestBackend):
             await self._runc.delete(CONTAINER_PREFIX + id)
         except BackendError as error:
             failed = error
-        for work in (self._environment(id).unmount, self._groups(id).remove, last):
+        for work in (self._places.environment(id).unmount, self._groups(id).remove, last):
             try:
                 await self._thread(work)
             except OSError as error:
@@ -384,12 +329,12 @@ class OciBackend(GuestBackend):
                 async with asyncio.timeout(_SYNC_SECONDS):
                     await self.sync(id)
         await self._halt(id)
-        await self._thread(self._environment(id).disk.flush)
+        await self._thread(self._places.environment(id).disk.flush)
 
     async def _halt(self, id: str) -> None:
         """End every process and free all that a reboot would; the disk, the record and the key stay."""
         await self._end_processes(id)
-        await self._free(id, self._environment(id).clear)
+        await self._free(id, self._places.environment(id).clear)
 
     async def start_environment(self, id: str) -> None:
         record = await self._record(id)
@@ -401,13 +346,15 @@ class OciBackend(GuestBackend):
             await self._alone(id, self._start_again(record))
 
     async def _start_again(self, record: Record) -> None:
-        id, environment, step = record.id, self._environment(record.id), _steps("start", record.id)
+        id, environment, step = record.id, self._places.environment(record.id), _steps("start", record.id)
         if await self.is_running(id):
             return
         try:
             step("halt")
             await self._halt(id)
-            if record.ids is not None and not await self._thread(self._ranges.keep, record.ids, environment.directory):
+            if record.ids is not None and not await self._thread(
+                self._places.ranges.keep, record.ids, environment.directory
+            ):
                 raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
             key = await self._thread(environment.key)
             image = await self._thread(self._images.open, record.spec.image, record.spec.image_digest)
@@ -431,13 +378,13 @@ class OciBackend(GuestBackend):
             return await self._thread(self._list)
 
     def _list(self) -> list[str]:
-        found = {
+        found = self._places.names()
+        found |= {
             name.removeprefix(CONTAINER_PREFIX) for name in self._runc.names() if name.startswith(CONTAINER_PREFIX)
         }
-        groups = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
-        for directory in (self._environments, self._box, *groups):
-            with contextlib.suppress(FileNotFoundError):
-                found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
+        for root in self._hierarchies.all():
+            with contextlib.suppress(FileNotFoundError), os.scandir(root / f"agent-sandbox-{self.instance}") as entries:
+                found |= {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
         return sorted(id for id in found if _ID.fullmatch(id))
 
     async def is_running(self, id: str) -> bool:
@@ -445,7 +392,7 @@ class OciBackend(GuestBackend):
 
     def _runs(self, id: str) -> bool:
         # One that a server forgot before it died is as good as ended: nobody can reach it any more.
-        process = self._runc.process(CONTAINER_PREFIX + id) if self._environment(id).is_known() else None
+        process = self._runc.process(CONTAINER_PREFIX + id) if self._places.environment(id).is_known() else None
         return process is not None and process.alive()
 
     async def inspect(self, id: str) -> EnvironmentInfo:
@@ -458,7 +405,7 @@ class OciBackend(GuestBackend):
             "image": record.spec.image,
             "image_digest": record.spec.image_digest,
             "runtime": f"runc {self._version}",
-            "endpoint": str(self._environment(id).directory / "sock"),
+            "endpoint": str(self._places.environment(id).directory / "sock"),
             "labels": bundle.labels(id, self.instance),
         }
         return EnvironmentInfo(id, running, details)
@@ -467,7 +414,7 @@ class OciBackend(GuestBackend):
 
     async def endpoint(self, id: str) -> Endpoint:
         record = await self._record(id)
-        environment = self._environment(id)
+        environment = self._places.environment(id)
         async with translated("reaching the sandbox's daemon"):
             key = await self._thread(environment.key)
             for _ in range(_CONNECT_TRIES):
@@ -500,12 +447,9 @@ class OciBackend(GuestBackend):
         if not _ID.fullmatch(id):
             raise NotFoundError(f"there is no environment {id}")
         if id not in self._records:
-            record = await self._thread(self._environment(id).record)
+            record = await self._thread(self._places.environment(id).record)
             self._records[id] = record
         return self._records[id]
-
-    def _environment(self, id: str) -> Environment:
-        return Environment(self._environments, self._box, id)
 
     def _groups(self, id: str) -> cgroups.Groups:
         return cgroups.Groups(self._hierarchies, f"/agent-sandbox-{self.instance}/{id}")

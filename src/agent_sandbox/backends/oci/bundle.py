@@ -3,8 +3,9 @@
 The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The runtime copies the file into its state.
-* ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon. What tells about the
-  host or changes it is masked or read-only, the list that container engines use, and more.
+* ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon; the daemon sees
+  them by its group, the sandbox's root's. What tells about the host or changes it is masked or read-only, the list that
+  container engines use, and more.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory,
   ``/workspace`` is on its own disk, the others are small and root's.
 * With a range of host ids of its own, the sandbox's root is nobody on the host, and so is its user. Devices
@@ -188,7 +189,7 @@ def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
     tmp, shm = min(spec.tmp_mb, half), min(SHM_MB, half)
     return [
         *(_bind(bind.source, bind.destination, "ro") for bind in layout.binds),
-        _mount("proc", "/proc", "nosuid", "nodev", "noexec", "hidepid=2"),
+        _mount("proc", "/proc", "nosuid", "nodev", "noexec", "hidepid=2", "gid=0"),
         _mount("sysfs", "/sys", "nosuid", "nodev", "noexec", "ro"),
         _mount("tmpfs", "/sys/fs", "nosuid", "nodev", "noexec", "ro", "mode=0555", "size=64k"),
         _mount("cgroup", "/sys/fs/cgroup", "nosuid", "nodev", "noexec", "ro"),

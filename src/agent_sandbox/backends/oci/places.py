@@ -1,0 +1,108 @@
+"""Where the things of one server are on the host, and which environments have left something there.
+
+::
+
+    DATA_DIR/runc/env/<id>/             what outlives a reboot (environment.py)
+    DATA_DIR/runc/templates/            blank disks (disk.py)
+    /run/agent-sandbox/<instance>/box/  where disks are mounted
+    /run/agent-sandbox/<instance>/runc/ the runtime's state
+    /var/lib/agent-sandbox-ids/         ranges of host ids, shared by all servers (idranges.py)
+
+``<instance>`` is made of the data directory's path: it names the same server again, and no other. Everything blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from agent_sandbox.backends.oci import idmap
+from agent_sandbox.backends.oci.environment import Environment, Record
+from agent_sandbox.backends.oci.idranges import IdRanges
+from agent_sandbox.errors import BackendError, NotFoundError
+
+_log = logging.getLogger(__name__)
+
+RUN_DIRECTORY = Path("/run/agent-sandbox")
+ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
+"""Shared by all servers on a host, whatever their data directories, and kept over reboots."""
+
+
+class Places:
+    """The directories of the server with ``data_dir``. Making the object touches nothing but to resolve links."""
+
+    def __init__(self, data_dir: Path, id_range_base: int) -> None:
+        self.data_dir = Path(os.path.realpath(data_dir))  # the mount table has no symbolic links
+        self.home = self.data_dir / "runc"
+        self.environments = self.home / "env"
+        self.templates = self.home / "templates"
+        self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        self.run = RUN_DIRECTORY / self.instance
+        self.box = self.run / "box"
+        self.runc = self.run / "runc"
+        self.ranges = IdRanges(ID_DIRECTORY, id_range_base)
+
+    def environment(self, id: str) -> Environment:
+        """The files of environment ``id``, which need not exist."""
+        return Environment(self.environments, self.box, id)
+
+    def prepare(self) -> None:
+        """Make the directories.
+
+        The way to ``box`` is open to all, or no sandbox's root could come to its own root file system; the rest is not.
+        """
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.data_dir.chmod(0o700)
+        for directory in (self.home, self.environments):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.runc, 0o700)):
+            directory.mkdir(mode=mode, exist_ok=True)
+            directory.chmod(mode)
+
+    def prepare_ranges(self) -> str:
+        """Claim the ranges that records have, and try whether there can be such ranges here; return why not."""
+        try:
+            self.ranges.prepare()
+            for environment, record in self.records():
+                if record.ids is not None and not self.ranges.keep(record.ids, environment.directory):
+                    _log.error("the host ids of environment %s are another one's; it cannot start again", record.id)
+        except OSError as error:
+            return f"{ID_DIRECTORY} cannot be used ({error.strerror})"
+        return idmap.why_not((Path("/usr"), self.data_dir))
+
+    def close(self) -> None:
+        """Remove the directories below ``/run`` where nothing is left in them."""
+        for directory in (self.runc, self.box, self.run):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+    def names(self) -> set[str]:
+        """The environments that have a directory here."""
+        found = set()
+        for directory in (self.environments, self.box):
+            with contextlib.suppress(FileNotFoundError):
+                found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
+        return found
+
+    def records(self) -> list[tuple[Environment, Record]]:
+        """The environments whose records can be read; of the others the log tells."""
+        found = []
+        for directory in self.environments.iterdir():
+            environment = self.environment(directory.name)
+            try:
+                found.append((environment, environment.record()))
+            except NotFoundError:
+                continue
+            except BackendError as error:
+                _log.warning("%s", error.message)
+        return found
+
+    def root_directories(self) -> set[Path]:
+        """The image directories that environments may run from: all of the host's, when a record is damaged."""
+        records = self.records()
+        if len(records) < sum(1 for _ in self.environments.glob("*/spec.json")):
+            return set(self.data_dir.glob("images/host/*/rootfs"))
+        return {record.rootfs for _, record in records}
