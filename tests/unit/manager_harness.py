@@ -7,6 +7,7 @@ while the environments go on, as they do when a server is killed.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -122,6 +123,14 @@ class Wire(Backend):
             async for event in events:
                 yield event
 
+    async def start_environment(self, id: str) -> None:
+        await self._pass("start_environment", id)
+        await self.inner.start_environment(id)
+
+    async def stop_environment(self, id: str) -> None:
+        await self._pass("stop_environment", id)
+        await self.inner.stop_environment(id)
+
     async def read_file(self, id: str, path: str, max_bytes: int) -> bytes:
         await self._pass("read_file", id)
         return await self.inner.read_file(id, path, max_bytes)
@@ -141,6 +150,30 @@ class Wire(Backend):
     async def import_workspace(self, id: str, src: ByteSource, max_bytes: int) -> None:
         await self._pass("import_workspace", id)
         await self.inner.import_workspace(id, src, max_bytes)
+
+
+def _passing(name: str) -> Any:
+    """A method of the wire for one of the backend's that belongs to a guest."""
+
+    async def call(wire: Wire, id: str, *args: Any, **named: Any) -> Any:
+        await wire._pass(name, id)
+        return await getattr(wire.inner, name)(id, *args, **named)
+
+    async def stream(wire: Wire, id: str, *args: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        await wire._pass(name, id)
+        async with aclosing(getattr(wire.inner, name)(id, *args, **named)) as items:
+            async for item in items:
+                yield item
+
+    return stream if inspect.isasyncgenfunction(getattr(FakeBackend, name)) else call
+
+
+for _name in (
+    *("open_exec", "start_exec", "attach_exec", "list_execs", "exec_status", "write_stdin", "close_stdin"),
+    *("signal_exec", "resize_exec", "forget_exec", "stat_file", "make_directory", "move_file", "remove_file"),
+    *("change_mode", "open_file", "store_file", "export_directory", "import_directory", "watch", "guest_stats"),
+):
+    setattr(Wire, _name, _passing(_name))
 
 
 async def _close_only(writer: _Writer, under_way: asyncio.Task[None] | None) -> None:

@@ -46,6 +46,8 @@ SANDBOX = SandboxRecord(
     created_at=1_700_000_000.25,
     expires_at=1_700_000_900.0,
     source_snapshot_id="snap0123456789abcdef",
+    latest_at=1_700_086_400.5,
+    metadata={"team": "ä"},
 )
 SNAPSHOT = SnapshotRecord(
     id="snap0123456789abcdef",
@@ -78,20 +80,30 @@ SNAPSHOT_V1 = (
     '"skipped":[["run.sock","socket"],["\\udcfe","vanished"]],"skipped_total":7,'
     f'"digest":"{"ab" * 32}"}}'
 )
+# Version 2 of a sandbox's record.
+SANDBOX_V2 = (
+    '{"version":2,"id":"sb0123456789abcdef","env_id":"sb0123456789abcdef-3","backend":"runc","state":"running",'
+    '"created_at":1700000000.25,"expires_at":1700000900.0,"latest_at":1700086400.5,"metadata":{"team":"\\u00e4"},'
+    f'"source_snapshot_id":"snap0123456789abcdef","spec":{SPEC_V1}}}'
+)
 
 
-def test_version_1_decodes() -> None:
-    assert decode_sandbox(SANDBOX_V1) == SANDBOX
+def test_version_1_decodes_and_commands_do_not_keep_such_a_sandbox() -> None:
+    assert decode_sandbox(SANDBOX_V1) == dataclasses.replace(SANDBOX, latest_at=SANDBOX.expires_at, metadata={})
     assert decode_snapshot(SNAPSHOT_V1) == SNAPSHOT
 
 
+def test_version_2_decodes() -> None:
+    assert decode_sandbox(SANDBOX_V2) == SANDBOX
+
+
 def test_this_version_is_written() -> None:
-    assert encode_sandbox(SANDBOX) == SANDBOX_V1
+    assert encode_sandbox(SANDBOX) == SANDBOX_V2
     assert encode_snapshot(SNAPSHOT) == SNAPSHOT_V1
 
 
 def test_running_is_not_stored() -> None:
-    assert encode_sandbox(dataclasses.replace(SANDBOX, running=True)) == SANDBOX_V1
+    assert encode_sandbox(dataclasses.replace(SANDBOX, running=True)) == SANDBOX_V2
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc80\udcff"))
@@ -118,12 +130,12 @@ def changed(text: str, *path: str, to: Any = ...) -> str:
     return json.dumps(table)
 
 
-SANDBOX_FIELDS = [(name,) for name in json.loads(SANDBOX_V1)] + [("spec", name) for name in json.loads(SPEC_V1)]
+SANDBOX_FIELDS = [(name,) for name in json.loads(SANDBOX_V2)] + [("spec", name) for name in json.loads(SPEC_V1)]
 
 
 @pytest.mark.parametrize("path", SANDBOX_FIELDS)
 def test_a_missing_or_wrong_field_is_noticed(path: tuple[str, ...]) -> None:
-    for damaged in (changed(SANDBOX_V1, *path), changed(SANDBOX_V1, *path, to=[1])):
+    for damaged in (changed(SANDBOX_V2, *path), changed(SANDBOX_V2, *path, to=[1])):
         with pytest.raises(UnreadableRecordError):
             decode_sandbox(damaged)
 
@@ -146,19 +158,22 @@ def test_a_missing_or_wrong_field_of_a_snapshot_is_noticed(name: str) -> None:
         "[]",
         "{}",
         "null",
-        SANDBOX_V1[:-1],
-        SANDBOX_V1[: len(SANDBOX_V1) // 2],
+        SANDBOX_V2[:-1],
+        SANDBOX_V2[: len(SANDBOX_V2) // 2],
+        changed(SANDBOX_V2, "version", to=3),
+        changed(SANDBOX_V2, "version", to=0),
+        changed(SANDBOX_V2, "version", to=True),
+        changed(SANDBOX_V2, "version", to="1"),
+        changed(SANDBOX_V2, "state", to="paused"),
+        changed(SANDBOX_V2, "latest_at", to=math.inf),
+        changed(SANDBOX_V2, "metadata", to={"A": 1}),
         changed(SANDBOX_V1, "version", to=2),
-        changed(SANDBOX_V1, "version", to=0),
-        changed(SANDBOX_V1, "version", to=True),
-        changed(SANDBOX_V1, "version", to="1"),
-        changed(SANDBOX_V1, "state", to="paused"),
-        changed(SANDBOX_V1, "spec", "network", to="some"),
-        changed(SANDBOX_V1, "spec", "env", to={"A": 1}),
-        changed(SANDBOX_V1, "created_at", to=math.nan),
-        changed(SANDBOX_V1, "expires_at", to=math.inf),
-        changed(SANDBOX_V1, "spec", "cpus", to=-math.inf),
-        SANDBOX_V1.replace('"created_at":', '"created_at":1e999,"x":'),
+        changed(SANDBOX_V2, "spec", "network", to="some"),
+        changed(SANDBOX_V2, "spec", "env", to={"A": 1}),
+        changed(SANDBOX_V2, "created_at", to=math.nan),
+        changed(SANDBOX_V2, "expires_at", to=math.inf),
+        changed(SANDBOX_V2, "spec", "cpus", to=-math.inf),
+        SANDBOX_V2.replace('"created_at":', '"created_at":1e999,"x":'),
         "[" * 100_000,
     ],
 )
@@ -167,9 +182,9 @@ def test_unreadable(text: object) -> None:
         decode_sandbox(text)
 
 
-@given(st.integers(0, len(SANDBOX_V1) - 1), st.characters())
+@given(st.integers(0, len(SANDBOX_V2) - 1), st.characters())
 def test_any_damage_gives_a_record_or_the_typed_error(at: int, character: str) -> None:
     try:
-        decode_sandbox(SANDBOX_V1[:at] + character + SANDBOX_V1[at + 1 :])
+        decode_sandbox(SANDBOX_V2[:at] + character + SANDBOX_V2[at + 1 :])
     except UnreadableRecordError:
         pass

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from agent_sandbox.manager.idempotency import Reply
 from agent_sandbox.manager.manager import Manager
-from agent_sandbox.manager.policy import CreateOptions, ForkOptions
-from agent_sandbox.manager.records import BackendStatus, CommandResult, SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.policy import CommandOptions, CreateOptions, ForkOptions
+from agent_sandbox.manager.records import BackendStatus, CommandResult, SandboxRecord, SandboxStats, SnapshotRecord
 from agent_sandbox.manager.requests import exit_status
 
 __all__ = [
     "BackendStatus",
+    "CommandOptions",
     "CommandResult",
     "CreateOptions",
     "ForkOptions",
     "Manager",
+    "Reply",
     "SandboxRecord",
+    "SandboxStats",
     "SnapshotRecord",
     "exit_status",
 ]

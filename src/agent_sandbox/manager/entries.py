@@ -2,13 +2,20 @@
 
 Who waits for whom
 ------------------
-* Creation, rollback, snapshot and destruction hold ``lock``, one at a time.
+* Creation, rollback, snapshot, stop, start and destruction hold ``lock``, one at a time.
 * Destruction does not wait for the others: it marks the state, cancels the task in ``operation``, and takes the lock
   when that has cleaned up. So a guest that stalls its own export cannot keep itself alive.
 * Renewal holds no lock: its decision is one step of the event loop. ``renewing`` keeps the entry from expiring until
   the new deadline is on the disk, so the caller and the sweep never both win.
 * ``writing`` orders the writes of the record; each starts from what the one before left.
-* ``gate`` keeps writes through the API out while a snapshot or rollback is under way.
+* ``gate`` keeps writes through the API out while a snapshot, rollback or stop is under way.
+
+Commands and the time to live
+-----------------------------
+A command that runs within its own timeout keeps its sandbox from expiring, until ``latest_at`` of the record. Those of
+this process are counted in ``attached``; those that are kept in the sandbox in ``kept``, which the fleet compares with
+what the daemon says once the time is over. ``asked`` is false for a sandbox that was found again and not asked yet.
+``expires_at`` is moved on the disk by :meth:`fleet.Fleet.hold`.
 
 Everything lives in the entry, so it is gone with its sandbox.
 """
@@ -19,13 +26,28 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError
 from agent_sandbox.manager.lifecycle import Event, State, advance
 from agent_sandbox.manager.records import SandboxRecord
 from agent_sandbox.manager.state import StateStore
 from agent_sandbox.manager.tasks import Gate
+
+HOLD_SECONDS = 30.0
+"""How far a running command moves the expiry at a time: also what is left to read its results once it has ended."""
+
+
+class Life(NamedTuple):
+    """What a call relies on: the environment, and that it was not stopped meanwhile."""
+
+    env_id: str
+    stops: int
+
+
+def stopped(id: str) -> ConflictError:
+    """Say that a sandbox is stopped, with the remedy."""
+    return ConflictError(f"sandbox {id} is stopped; start it: its workspace is kept")
 
 
 class Entry:
@@ -41,6 +63,10 @@ class Entry:
         self.operation: asyncio.Task[Any] | None = None
         self.destruction: asyncio.Task[None] | None = None
         self.retiring: set[asyncio.Task[None]] = set()
+        self.attached: dict[object, float] = {}
+        self.kept: dict[str, float] = {}
+        self.asked = True
+        self.stops = 0
         self._writing = asyncio.Lock()
         self._renewing = 0
         self._clock = clock
@@ -51,9 +77,27 @@ class Entry:
         return "gone" if self.gone else self.record.state
 
     @property
-    def expired(self) -> bool:
-        """Whether its time is over. One that is being created, or renewed at this moment, has time."""
+    def life(self) -> Life:
+        """What a call that begins now relies on."""
+        return Life(self.record.env_id, self.stops)
+
+    @property
+    def due(self) -> bool:
+        """Whether ``expires_at`` has passed. One that is being created, or renewed at this moment, has time."""
         return self.record.state != "creating" and not self._renewing and self._clock() >= self.record.expires_at
+
+    @property
+    def busy(self) -> bool:
+        """Whether a command keeps it from expiring."""
+        now = self._clock()
+        return now < self.record.latest_at and any(
+            end > now for ends in (self.attached, self.kept) for end in ends.values()
+        )
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over and no command keeps it."""
+        return self.due and not self.busy
 
     def require(self, event: Event) -> None:
         """Raise what a caller is told where ``event`` is not allowed; an expired sandbox is gone."""
@@ -96,15 +140,15 @@ class Entry:
             self.record = dataclasses.replace(self.record, **changes)
             self.mark(event)
 
-    def renew(self, store: StateStore, expires_at: float) -> Coroutine[Any, Any, None]:
+    def renew(self, store: StateStore, **times: float) -> Coroutine[Any, Any, None]:
         """Decide on a renewal now; give its write, to be run at once under :func:`tasks.uninterrupted`."""
         self.require("use")
         self._renewing += 1
-        return self._renew(store, expires_at)
+        return self._renew(store, times)
 
-    async def _renew(self, store: StateStore, expires_at: float) -> None:
+    async def _renew(self, store: StateStore, times: dict[str, float]) -> None:
         try:
-            await self.commit(store, "use", expires_at=expires_at)
+            await self.commit(store, "use", **times)
         finally:
             self._renewing -= 1
 
@@ -124,17 +168,19 @@ class Entry:
             except asyncio.CancelledError:
                 if self.closing:
                     raise BackendError("the server is shutting down") from None
-                if (ended := self.ended(self.record.env_id)) is not None:
+                if (ended := self.ended(self.life)) is not None:
                     raise ended from None
                 raise
             finally:
                 self.operation = None
 
-    def ended(self, env_id: str) -> SandboxError | None:
-        """Say why what ran in ``env_id`` ended with it, or ``None`` while that is the sandbox's environment."""
+    def ended(self, life: Life) -> SandboxError | None:
+        """Say why what ran in a life ended with it, or ``None`` while that is the sandbox's."""
         if self.gone or self.record.state == "destroying":
             why = "has expired" if self.expired else "was destroyed"
             return NotFoundError(f"sandbox {self.record.id} {why} meanwhile")
-        if self.record.env_id != env_id:
+        if self.record.env_id != life.env_id:
             return ConflictError(f"sandbox {self.record.id} was rolled back meanwhile, which ends what runs in it")
+        if self.stops != life.stops:
+            return ConflictError(f"sandbox {self.record.id} was stopped meanwhile, which ends what runs in it")
         return None

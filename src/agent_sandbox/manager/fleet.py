@@ -2,13 +2,14 @@
 
 At start, for each backend (one that is down is tried again on every sweep, its records are kept meanwhile):
 
-=========================================  =========================================================================
-record, its environment is listed kept; ``running`` as the backend says, so a stopped sandbox keeps its workspace
-record, its environment is not listed the sandbox is gone already: the record is removed, with a line in the log
-record, ``creating`` or ``destroying`` never acknowledged, or ended on purpose: both are removed record that cannot be
-read left alone, with every environment whose id begins with the sandbox's environment without a record an orphan (of
-a rollback, or a removal cut short): destroyed =========================================
-=========================================================================
+* record, its environment is listed: kept; ``running`` as the backend says, so a stopped sandbox keeps its workspace;
+* record, its environment is not listed: the sandbox is gone already, the record is removed, with a line in the log;
+* record, ``creating`` or ``destroying``: never acknowledged, or ended on purpose; both are removed;
+* record that cannot be read: left alone, with every environment whose id begins with the sandbox's;
+* environment without a record: an orphan (of a rollback, or a removal cut short), destroyed.
+
+Before the first call is served, a sandbox whose time ended meanwhile is asked for running commands, which may keep it
+(see ``entries.py``).
 
 An unreadable record counts against MAX_SANDBOXES, because something lives behind it; a caller can still destroy it by
 its id.
@@ -28,11 +29,11 @@ from typing import TypeVar
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError
-from agent_sandbox.manager.entries import Entry
+from agent_sandbox.manager.entries import HOLD_SECONDS, Entry, stopped
 from agent_sandbox.manager.records import SandboxRecord
 from agent_sandbox.manager.snapshots import SnapshotStore
 from agent_sandbox.manager.state import DataLock, StateStore, StoredSandbox, prepare_data_dir
-from agent_sandbox.manager.tasks import Tasks
+from agent_sandbox.manager.tasks import Tasks, uninterrupted
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ _T = TypeVar("_T")
 # Backend calls of upkeep at once: enough to hide their latency, too few to starve the callers'.
 _AT_ONCE = 8
 _CLOSE_SECONDS = 30.0
+# How long a guest may take to list its commands when its time is over: one that stalls is not kept by them.
+_ASK_SECONDS = 5.0
 
 
 class Fleet:
@@ -81,8 +84,9 @@ class Fleet:
                 if row.record is None:
                     self.unreadable[row.id] = row
                 else:
-                    self.entries[row.id] = Entry(row.record, row.environments, self.clock)
-                    self.entries[row.id].mark("restart")
+                    entry = self.entries[row.id] = Entry(row.record, row.environments, self.clock)
+                    entry.mark("restart")
+                    entry.asked = False
             self._down = dict.fromkeys(self.backends, "it has not been started")
             for name in self.backends:
                 try:
@@ -145,7 +149,10 @@ class Fleet:
         """Give a sandbox in which commands and files work, with its backend. No await, no database: the hot path."""
         entry = self.find(id)
         entry.require("use")
-        return entry, self.backend(entry.record.backend)
+        backend = self.backend(entry.record.backend)
+        if not entry.record.running:
+            raise stopped(id)
+        return entry, backend
 
     async def observe(self, entry: Entry) -> None:
         """Ask the backend whether the environment runs; where it does not answer, what was known stays."""
@@ -160,9 +167,70 @@ class Fleet:
         if entry.state in {"running", "rolling_back"} and entry.record.env_id == record.env_id:
             entry.record = dataclasses.replace(entry.record, running=is_running)
 
-    async def observe_all(self, entries: Iterable[Entry]) -> None:
-        """:meth:`observe` many, a few at once."""
-        await self._each(list(entries), self.observe)
+    async def look(self, entry: Entry) -> None:
+        """Bring a record up to date for who reads it: whether it runs, and when it expires."""
+        await self.observe(entry)
+        try:
+            await self.hold(entry)
+        except SandboxError as error:
+            log.warning("sandbox %s: %s", entry.record.id, error)
+
+    async def look_at_all(self, entries: Iterable[Entry]) -> None:
+        """:meth:`look` at many, a few at once."""
+        await self._each(list(entries), self.look)
+
+    # Commands that keep a sandbox
+
+    def begin_command(self, entry: Entry, seconds: float) -> object:
+        """Count a command of this process, which ends within ``seconds``."""
+        token = object()
+        entry.attached[token] = self.clock() + seconds
+        return token
+
+    def end_command(self, entry: Entry, token: object) -> None:
+        """Count it no more. Where it alone kept the sandbox, its results can still be read for a while."""
+        if entry.due and entry.busy and entry.state in {"running", "rolling_back"} and not entry.closing:
+            self.tasks.spawn(entry.renew(self.state, expires_at=self._held(entry)), f"hold {entry.record.id}")
+        entry.attached.pop(token, None)
+
+    async def hold(self, entry: Entry) -> None:
+        """Move the expiry of a sandbox that lives on because of a command, so that ``expires_at`` is true."""
+        if entry.due and entry.busy and entry.state in {"running", "rolling_back"}:
+            await uninterrupted(entry.renew(self.state, expires_at=self._held(entry)))
+
+    def _held(self, entry: Entry) -> float:
+        return min(entry.record.latest_at, self.clock() + HOLD_SECONDS)
+
+    async def _ask(self, entry: Entry) -> None:
+        """Learn from the daemon which kept commands run; where it does not say, what was known stays."""
+        before, record, backend = set(entry.kept), entry.record, self.backends[entry.record.backend]
+        if not backend.capabilities.guest or not record.running:
+            entry.kept.clear()
+            entry.asked = True
+            return
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                listed = await backend.list_execs(record.env_id)
+        except (SandboxError, TimeoutError) as error:
+            log.warning("sandbox %s does not say which commands run: %s", record.id, error)
+            return
+        running = {status.id for status in listed if status.running}
+        for id in before - running:
+            entry.kept.pop(id, None)
+        for id in running:
+            entry.kept.setdefault(id, record.latest_at)
+        entry.asked = True
+
+    async def _tend(self, entry: Entry) -> None:
+        """What a sweep does for a sandbox whose time is over, or soon: keep it by its commands, or end it."""
+        try:
+            if entry.state in {"running", "rolling_back"} and (entry.kept or not entry.asked):
+                await self._ask(entry)
+            await self.hold(entry)
+        except SandboxError as error:
+            log.warning("sandbox %s: %s", entry.record.id, error)
+        if not entry.gone and (entry.expired or entry.state == "destroying"):
+            self.begin_destroy(entry, in_turn=True)
 
     # Quota
 
@@ -270,6 +338,8 @@ class Fleet:
                 log.warning("sandbox %s is gone: its environment was removed while no server ran", entry.record.id)
                 await self.state.delete_sandbox(entry.record.id)
                 del self.entries[entry.record.id]
+        mine = [entry for entry in self.entries.values() if entry.record.backend == name]
+        await self._each([entry for entry in mine if entry.state == "running"], self._find_again)
         mapped = {entry.record.env_id for entry in self.entries.values()}
         for env_id in sorted(listed - mapped):
             if any(_belongs(env_id, row) for row in self.unreadable.values()):
@@ -278,6 +348,12 @@ class Fleet:
             log.warning("environment %s has no record; destroying it", env_id)
             self._orphans[env_id] = name
         self._start_removals()
+
+    async def _find_again(self, entry: Entry) -> None:
+        entry.record = dataclasses.replace(entry.record, running=True)  # until it says otherwise
+        await self.observe(entry)
+        if entry.due:
+            await self._tend(entry)
 
     def _start_removals(self) -> None:
         waiting = [env_id for env_id in self._orphans if env_id not in self._removing]
@@ -298,11 +374,14 @@ class Fleet:
                 await self._bring_up(name)
             except SandboxError as error:
                 self._down[name] = error.message
-        for entry in list(self.entries.values()):
+        soon = self.clock() + 2 * self.settings.reap_interval_seconds
+        waiting = []
+        for entry in self.entries.values():
             if entry.record.backend not in self.backends or entry.record.backend in self._down:
                 continue
-            if entry.expired or entry.state == "destroying":
-                self.begin_destroy(entry, in_turn=True)
+            if entry.due or entry.state == "destroying" or (not entry.asked and entry.record.expires_at < soon):
+                waiting.append(entry)
+        await self._each(waiting, self._tend)
         self._start_removals()
 
     async def _each(self, items: Iterable[_T], work: Callable[[_T], Awaitable[None]]) -> None:

@@ -6,46 +6,46 @@ The rules
   So an environment without a record is an orphan, and a crash at any moment leaks nothing.
 * What a caller was told is on the disk. What is cancelled or fails is undone before the caller learns of it, or goes
   on being undone in a tracked task.
-* Commands and files take no lock and no database: they find their environment in memory, and afterwards look whether
-  it is still the sandbox's. If not, the caller is told so, whatever the guest said.
+* Commands and files take no lock and no database (``core.py``, ``commands.py``, ``files.py``): they find their
+  environment in memory, and afterwards look whether it is still the sandbox's. If not, the caller is told so, whatever
+  the guest said.
 * Rollback builds aside: a new environment is made, filled, checked, and put in place by one transaction. Until then
   nothing of the old one is touched.
 
 Lifecycle states are in ``lifecycle.py``, the order of calls on one sandbox in ``entries.py``, what happens at start
-and on every sweep in ``fleet.py``. This file is longer than its neighbours because every public call stands in it.
+and on every sweep in ``fleet.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import string
+import dataclasses
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, NotFoundError, PayloadTooLargeError, SandboxError
+from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
-from agent_sandbox.manager.entries import Entry
-from agent_sandbox.manager.fleet import Fleet
+from agent_sandbox.manager.commands import Commands
+from agent_sandbox.manager.core import new_id
+from agent_sandbox.manager.entries import Entry, stopped
+from agent_sandbox.manager.files import Files
+from agent_sandbox.manager.idempotency import Idempotency
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
-from agent_sandbox.manager.records import BackendStatus, CommandResult, SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.records import BackendStatus, SandboxRecord, SandboxStats, SnapshotRecord
 from agent_sandbox.manager.snapshots import MissingFileError
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.types import WORKSPACE, ExecEvent, ExecExit, ExecOutput, FileEntry, SandboxSpec
+from agent_sandbox.types import SandboxSpec
 
 _T = TypeVar("_T")
-
-_ID_ALPHABET = string.ascii_lowercase + string.digits
-_ID_LENGTH = 16  # 82 bits: not to be guessed, and never met twice
 
 _PING_SECONDS = 5.0
 
 
-class Manager:
+class Manager(Commands, Files):
     """Owns every sandbox and snapshot of one DATA_DIR. The first backend is the default.
 
     Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch.
@@ -56,11 +56,8 @@ class Manager:
     def __init__(
         self, settings: Settings, backends: Mapping[str, Backend], *, clock: Callable[[], float] = time.time
     ) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._fleet = Fleet(settings, backends, clock)
-        self._calls = 0
-        self._last_active = time.monotonic()
+        super().__init__(settings, backends, clock)
+        self.replies = Idempotency(self._fleet.state, clock)
 
     async def start(self) -> None:
         """Open the state, start the backends, find the sandboxes again and begin to reap.
@@ -91,7 +88,7 @@ class Manager:
             name = policy.choose_backend(options, known)
             spec = policy.build_spec(options, self._settings, name, known[name])
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
-            return await self._launch(name, spec, ttl, None)
+            return await self._launch(name, spec, ttl, None, policy.labels(options.metadata))
 
     async def fork(self, snapshot_id: str, options: ForkOptions) -> SandboxRecord:
         """Create a sandbox from a snapshot: its spec with ``options`` over it, its workspace, a new time to live.
@@ -104,20 +101,25 @@ class Manager:
             capabilities = self._fleet.backend(snapshot.backend).capabilities
             spec = policy.fork_spec(snapshot.spec, options, self._settings, snapshot.backend, capabilities)
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
-            return await self._launch(snapshot.backend, spec, ttl, snapshot)
+            return await self._launch(snapshot.backend, spec, ttl, snapshot, policy.labels(options.metadata))
 
     async def get(self, id: str) -> SandboxRecord:
         """Give one sandbox, with ``running`` as the backend sees it now."""
         with self._active():
             entry = self._fleet.find(id)
-            await self._fleet.observe(entry)
+            await self._fleet.look(entry)
             return self._fleet.find(id).record
 
-    async def list_sandboxes(self) -> list[SandboxRecord]:
-        """Give every sandbox by ``created_at``, those included that are being created or destroyed."""
+    async def list_sandboxes(self, metadata: Mapping[str, str] | None = None) -> list[SandboxRecord]:
+        """Give every sandbox by ``created_at``, those included that are being created or destroyed.
+
+        With ``metadata`` only those which have all of these labels.
+        """
+        wanted = (metadata or {}).items()
         with self._active():
-            await self._fleet.observe_all(entry for entry in self._fleet.entries.values() if not entry.expired)
-            records = [entry.record for entry in self._fleet.entries.values() if not entry.expired]
+            found = [entry for entry in self._fleet.entries.values() if wanted <= entry.record.metadata.items()]
+            await self._fleet.look_at_all(entry for entry in found if not entry.expired)
+            records = [entry.record for entry in found if not entry.expired and not entry.gone]
             return sorted(records, key=lambda record: record.created_at)
 
     async def destroy(self, id: str) -> None:
@@ -139,113 +141,66 @@ class Manager:
         with self._active():
             ttl = policy.time_to_live(seconds, self._settings)
             entry = self._fleet.find(id)
-            await uninterrupted(entry.renew(self._fleet.state, self._clock() + ttl))
+            now = self._clock()
+            latest = now + self._settings.max_timeout_seconds
+            await uninterrupted(entry.renew(self._fleet.state, expires_at=now + ttl, latest_at=latest))
             return entry.record
 
-    # Commands
+    async def stop(self, id: str) -> SandboxRecord:
+        """End every process of a sandbox and free what it holds, but its workspace. One that is stopped stays so.
 
-    def exec_stream(
-        self,
-        id: str,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> AsyncGenerator[ExecEvent, None]:
-        """Run a command: output as it arrives, then exactly one exit. Close the generator to end the command's tree.
-
-        What is wrong with the request is raised by the call itself; what the backend refuses (a missing ``workdir``: an
-        :class:`InvalidRequestError`) with the first item. A sandbox that is destroyed or rolled back meanwhile gives
-        :class:`NotFoundError` or :class:`ConflictError` in place of the exit.
+        It waits for a snapshot or rollback under way. What runs meanwhile gets :class:`ConflictError`. A call that is
+        cancelled does not stop the stopping. :class:`UnsupportedError` where the backend cannot.
         """
-        self._fleet.usable(id)
-        return self._events(
-            id,
-            policy.command_argv(command),
-            policy.validate_env(env or {}),
-            WORKSPACE if workdir is None else policy.normalize_path(workdir),
-            policy.exec_timeout(timeout_seconds, self._settings),
-        )
+        return await self._change(id, self._stop)
 
-    async def exec(
-        self,
-        id: str,
-        command: str | Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        workdir: str | None = None,
-        timeout_seconds: float | None = None,
-    ) -> CommandResult:
-        """Run a command to its end. Output beyond MAX_EXEC_OUTPUT_BYTES of both streams is drained and dropped."""
-        started = time.monotonic()
-        kept = {"stdout": bytearray(), "stderr": bytearray()}
-        room, truncated = self._settings.max_exec_output_bytes, False
-        events = self.exec_stream(id, command, env=env, workdir=workdir, timeout_seconds=timeout_seconds)
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, ExecExit):
-                    duration = round((time.monotonic() - started) * 1000)
-                    return CommandResult(bytes(kept["stdout"]), bytes(kept["stderr"]), event, truncated, duration)
-                kept[event.stream] += event.data[:room]
-                truncated = truncated or len(event.data) > room
-                room -= min(room, len(event.data))
-        raise AssertionError("a stream of events ends with an exit or an error")
+    async def start_sandbox(self, id: str) -> SandboxRecord:
+        """Start a stopped sandbox again: same spec, image content and workspace. One that runs goes on.
 
-    async def _events(
-        self, id: str, argv: list[str], env: Mapping[str, str], workdir: str, timeout: float
-    ) -> AsyncGenerator[ExecEvent, None]:
+        A failure leaves it stopped with its workspace. A call that is cancelled does not stop the starting.
+        """
+        return await self._change(id, self._start)
+
+    async def _change(self, id: str, work: Callable[[Entry], Coroutine[Any, Any, None]]) -> SandboxRecord:
         with self._active():
-            entry, backend = self._fleet.usable(id)
-            env_id = entry.record.env_id
+            entry = self._fleet.find(id)
+            entry.require("use")
+            self._fleet.backend(entry.record.backend)
+            await asyncio.shield(self._fleet.tasks.spawn(work(entry), f"{work.__name__} {id}"))
+            return self._fleet.find(id).record
+
+    async def _stop(self, entry: Entry) -> None:
+        async with entry.exclusive("use"), entry.gate.closed():
+            backend, was = self._fleet.backend(entry.record.backend), entry.record.running
+            entry.stops += 1
+            entry.record = dataclasses.replace(entry.record, running=False)
             try:
-                stream = backend.exec(env_id, argv, env=env, workdir=workdir, timeout_seconds=timeout)
-                async with aclosing(stream) as events:
-                    async for event in events:
-                        if isinstance(event, ExecOutput):
-                            yield event
-                            continue
-                        if (ended := entry.ended(env_id)) is not None:
-                            raise ended
-                        yield event
-                        return
-            except SandboxError as error:
-                if (ended := entry.ended(env_id)) is not None:
-                    raise ended from error
+                await backend.stop_environment(entry.record.env_id)
+            except BaseException as error:
+                entry.record = dataclasses.replace(entry.record, running=was)
+                if not isinstance(error, UnsupportedError):
+                    await uninterrupted(self._fleet.observe(entry))
                 raise
-            raise entry.ended(env_id) or BackendError("the command ended and the guest did not say how")
+            entry.kept.clear()
 
-    # Files
-
-    async def read_file(self, id: str, path: str) -> bytes:
-        """Give a file's bytes. :class:`PayloadTooLargeError` above MAX_FILE_BYTES."""
-        full = policy.normalize_path(path)
-        return await self._on(id, lambda backend, env: backend.read_file(env, full, self._settings.max_file_bytes))
-
-    async def write_file(self, id: str, path: str, data: bytes, mode: int) -> FileEntry:
-        """Create or replace a file inside ``/workspace``. Waits while a snapshot or rollback is under way."""
-        full, mode = policy.require_in_workspace(path), policy.file_mode(mode)
-        if len(data) > self._settings.max_file_bytes:
-            raise PayloadTooLargeError(f"a file may have at most {self._settings.max_file_bytes} bytes")
-        entry, _ = self._fleet.usable(id)
-        async with entry.gate.passing():
-            return await self._on(id, lambda backend, env: backend.write_file(env, full, data, mode))
-
-    async def list_files(self, id: str, path: str) -> tuple[str, list[FileEntry]]:
-        """Give the absolute path of a directory and its direct children by name."""
-        full = policy.normalize_path(path)
-        return full, await self._on(id, lambda backend, env: backend.list_files(env, full))
-
-    async def _on(self, id: str, call: Callable[[Backend, str], Awaitable[_T]]) -> _T:
-        with self._active():
-            entry, backend = self._fleet.usable(id)
-            env_id = entry.record.env_id
+    async def _start(self, entry: Entry) -> None:
+        async with entry.exclusive("use"):
+            backend = self._fleet.backend(entry.record.backend)
             try:
-                return await call(backend, env_id)
-            except SandboxError as error:
-                if (ended := entry.ended(env_id)) is not None:
-                    raise ended from error
-                raise
+                await backend.start_environment(entry.record.env_id)
+            finally:
+                await uninterrupted(self._fleet.observe(entry))
+            if not entry.record.running:
+                raise BackendError("the sandbox ended right after its start; its workspace is kept")
+
+    async def stats(self, id: str) -> SandboxStats:
+        """Give what a sandbox uses now, as far as the backend counts it."""
+
+        async def ask(backend: Backend, env: str) -> SandboxStats:
+            guest, seen = await asyncio.gather(backend.guest_stats(env), backend.inspect(env))
+            return SandboxStats.of(guest, seen)
+
+        return await self._on(id, ask)
 
     # Snapshots
 
@@ -262,7 +217,9 @@ class Manager:
     async def _take(self, entry: Entry, name: str | None) -> SnapshotRecord:
         async with entry.exclusive("use"), entry.gate.closed():
             record, backend = entry.record, self._fleet.backend(entry.record.backend)
-            id, limit = _new_id("snap"), self._settings.max_snapshot_bytes
+            if not record.running:
+                raise stopped(record.id)
+            id, limit = new_id("snap"), self._settings.max_snapshot_bytes
             created_at = self._clock()
             stored = await self._fleet.snapshots.save(
                 id, lambda sink: backend.export_workspace(record.env_id, sink, limit), limit
@@ -375,7 +332,9 @@ class Manager:
 
     # Inside
 
-    async def _launch(self, name: str, spec: SandboxSpec, ttl: int, snapshot: SnapshotRecord | None) -> SandboxRecord:
+    async def _launch(
+        self, name: str, spec: SandboxSpec, ttl: int, snapshot: SnapshotRecord | None, metadata: Mapping[str, str]
+    ) -> SandboxRecord:
         backend = self._fleet.backend(name)
         try:
             image = await backend.resolve_image(spec.image_digest or spec.image)
@@ -386,7 +345,7 @@ class Manager:
             raise NotFoundError(gone) from error
         spec = policy.pin(spec, image)
         await self._fleet.make_room()
-        id, now = _new_id("sb"), self._clock()
+        id, now = new_id("sb"), self._clock()
         entry = self._fleet.reserve(
             SandboxRecord(
                 id=id,
@@ -398,6 +357,8 @@ class Manager:
                 created_at=now,
                 expires_at=now + ttl,
                 source_snapshot_id=None if snapshot is None else snapshot.id,
+                latest_at=now + self._settings.max_timeout_seconds,
+                metadata=metadata,
             )
         )
         try:
@@ -414,8 +375,11 @@ class Manager:
                 await uninterrupted(self._fleet.state.put_sandbox(entry.record, entry.environments))
                 backend = self._fleet.backend(entry.record.backend)
                 await self._make(backend, entry.record.env_id, entry.record.spec, snapshot)
-                deadline = self._clock() + ttl
-                await uninterrupted(entry.commit(self._fleet.state, "ready", expires_at=deadline, running=True))
+                now = self._clock()
+                latest = now + self._settings.max_timeout_seconds
+                await uninterrupted(
+                    entry.commit(self._fleet.state, "ready", expires_at=now + ttl, latest_at=latest, running=True)
+                )
                 return entry.record
         except BaseException:
             # Nobody was told the id, or somebody asked for its end: that holds also when it was ready already.
@@ -444,16 +408,3 @@ class Manager:
         except MissingFileError:
             await self._fleet.state.get_snapshot(snapshot.id)  # says so when it was deleted a moment ago
             raise
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            self._last_active = time.monotonic()
-
-
-def _new_id(prefix: str) -> str:
-    return prefix + "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_LENGTH))

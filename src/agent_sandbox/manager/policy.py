@@ -21,34 +21,46 @@ from typing import TypeVar
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import ConflictError, ForbiddenError, InvalidRequestError, UnsupportedError
 from agent_sandbox.manager.requests import (
+    CommandOptions,
     command_argv,
+    directory_in_workspace,
     encode_text,
     exec_timeout,
     exit_status,
     file_mode,
     in_range,
+    kept_command,
+    labels,
     normalize_path,
     require_in_workspace,
+    signal_number,
     snapshot_name,
+    terminal_size,
     validate_env,
 )
 from agent_sandbox.types import Capabilities, IsolationClass, LimitName, ResolvedImage, SandboxSpec
 
 __all__ = [
+    "CommandOptions",
     "CreateOptions",
     "ForkOptions",
     "build_spec",
     "choose_backend",
     "command_argv",
+    "directory_in_workspace",
     "exec_timeout",
     "exit_status",
     "file_mode",
     "fork_spec",
+    "kept_command",
+    "labels",
     "normalize_path",
     "pin",
     "require_in_workspace",
     "satisfies",
+    "signal_number",
     "snapshot_name",
+    "terminal_size",
     "time_to_live",
     "validate_env",
 ]
@@ -79,16 +91,18 @@ class CreateOptions:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
     backend: str | None = None
     min_isolation: IsolationClass | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForkOptions:
-    """What a fork has otherwise than the snapshot's spec; ``None`` means the same. The time to live is always new."""
+    """What a fork has otherwise than the snapshot's spec; ``None`` means the same. Time to live and labels are new."""
 
     timeout_seconds: int | None = None
     network: bool | None = None
     cpus: float | None = None
     memory_mb: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def satisfies(capabilities: Capabilities, asked: IsolationClass) -> bool:

@@ -5,7 +5,7 @@ The dataclasses are internal and change freely. The stored form is JSON with its
 ever. A record that cannot be read raises :class:`UnreadableRecordError`: whoever reads it leaves what it describes
 alone.
 
-When changing a stored field: raise ``VERSION``, keep the branch that reads the old one, add a fixture.
+When changing a stored field: raise its version, keep the branch that reads the old one, add a fixture.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager.lifecycle import STORED_STATES, SandboxState
-from agent_sandbox.types import Capabilities, ExecExit, NetworkPolicy, SandboxSpec
+from agent_sandbox.types import Capabilities, EnvironmentInfo, ExecExit, GuestStats, NetworkPolicy, SandboxSpec
 
-VERSION = 1
+SANDBOX_VERSION = 2
+"""2: with ``latest_at`` and ``metadata``."""
+
+SNAPSHOT_VERSION = 1
 
 _T = TypeVar("_T")
 
@@ -34,7 +37,8 @@ class UnreadableRecordError(BackendError):
 class SandboxRecord:
     """One sandbox. ``env_id`` is the environment that it is now; times are seconds since the epoch.
 
-    ``running`` is what the backend said last; it is not stored. ``expires_at`` counts from the moment of being ready.
+    ``running`` is what the backend said last; it is not stored. ``expires_at`` counts from the moment of being ready;
+    running commands may move it, at most to ``latest_at``. ``metadata`` are labels of the caller's.
     """
 
     id: str
@@ -46,6 +50,8 @@ class SandboxRecord:
     created_at: float
     expires_at: float
     source_snapshot_id: str | None
+    latest_at: float
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,25 @@ class CommandResult:
 
 
 @dataclass(frozen=True)
+class SandboxStats:
+    """What a sandbox uses now; ``None`` where the backend does not count it."""
+
+    memory_bytes: int | None
+    cpu_seconds: float | None
+    guest: GuestStats
+
+    @classmethod
+    def of(cls, guest: GuestStats, seen: EnvironmentInfo) -> SandboxStats:
+        """Take what ``inspect`` shows under ``usage``, where it does."""
+        usage = seen.details.get("usage")
+        table: Mapping[str, Any] = usage if isinstance(usage, Mapping) else {}
+        memory, cpu = table.get("memory_bytes"), table.get("cpu_seconds")
+        return cls(
+            memory if isinstance(memory, int) else None, float(cpu) if isinstance(cpu, int | float) else None, guest
+        )
+
+
+@dataclass(frozen=True)
 class BackendStatus:
     """One configured backend, as ``GET /v1/backends`` shows it; ``message`` says what to do when it is not healthy."""
 
@@ -99,13 +124,15 @@ def encode_sandbox(record: SandboxRecord) -> str:
     """Give the stored form of a sandbox's record."""
     return _encode(
         {
-            "version": VERSION,
+            "version": SANDBOX_VERSION,
             "id": record.id,
             "env_id": record.env_id,
             "backend": record.backend,
             "state": record.state,
             "created_at": record.created_at,
             "expires_at": record.expires_at,
+            "latest_at": record.latest_at,
+            "metadata": dict(record.metadata),
             "source_snapshot_id": record.source_snapshot_id,
             "spec": dataclasses.asdict(record.spec),
         }
@@ -119,6 +146,8 @@ def decode_sandbox(text: object) -> SandboxRecord:
         state = _typed(table, "state", str)
         if state not in STORED_STATES:
             raise ValueError(f"unknown state {state!r}")
+        is_first = table["version"] == 1
+        expires_at = _typed(table, "expires_at", float)
         return SandboxRecord(
             id=_typed(table, "id", str),
             env_id=_typed(table, "env_id", str),
@@ -127,16 +156,18 @@ def decode_sandbox(text: object) -> SandboxRecord:
             state=state,
             running=False,
             created_at=_typed(table, "created_at", float),
-            expires_at=_typed(table, "expires_at", float),
+            expires_at=expires_at,
             source_snapshot_id=_optional(table, "source_snapshot_id"),
+            latest_at=expires_at if is_first else _typed(table, "latest_at", float),
+            metadata={} if is_first else _texts(table, "metadata"),
         )
 
-    return _decode(text, build)
+    return _decode(text, build, SANDBOX_VERSION)
 
 
 def encode_snapshot(record: SnapshotRecord) -> str:
     """Give the stored form of a snapshot's record."""
-    return _encode({"version": VERSION, **dataclasses.asdict(record)})
+    return _encode({"version": SNAPSHOT_VERSION, **dataclasses.asdict(record)})
 
 
 def decode_snapshot(text: object) -> SnapshotRecord:
@@ -157,7 +188,7 @@ def decode_snapshot(text: object) -> SnapshotRecord:
             digest=_typed(table, "digest", str),
         )
 
-    return _decode(text, build)
+    return _decode(text, build, SNAPSHOT_VERSION)
 
 
 def _encode(table: Mapping[str, Any]) -> str:
@@ -165,12 +196,12 @@ def _encode(table: Mapping[str, Any]) -> str:
     return json.dumps(table, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
-def _decode(text: object, build: Callable[[Mapping[str, Any]], _T]) -> _T:
+def _decode(text: object, build: Callable[[Mapping[str, Any]], _T], newest: int) -> _T:
     try:
         table = json.loads(text) if isinstance(text, str) else None
         if not isinstance(table, dict) or type(table.get("version")) is not int:
             raise ValueError("it has no version")
-        if not 1 <= table["version"] <= VERSION:
+        if not 1 <= table["version"] <= newest:
             raise ValueError(f"its version {table['version']} is not known here")
         return build(table)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -180,9 +211,6 @@ def _decode(text: object, build: Callable[[Mapping[str, Any]], _T]) -> _T:
 def _decode_spec(table: Any) -> SandboxSpec:
     if not isinstance(table, dict):
         raise TypeError("the spec is not a map")
-    env = table["env"]
-    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-        raise TypeError("env is not a map of texts")
     network = _typed(table, "network", str)
     if network not in {"none", "full", "allowlist"}:
         raise ValueError(f"unknown network policy {network!r}")
@@ -198,8 +226,15 @@ def _decode_spec(table: Any) -> SandboxSpec:
         read_only_rootfs=_typed(table, "read_only_rootfs", bool),
         uid=_typed(table, "uid", int),
         gid=_typed(table, "gid", int),
-        env=env,
+        env=_texts(table, "env"),
     )
+
+
+def _texts(table: Mapping[str, Any], name: str) -> dict[str, str]:
+    texts = table[name]
+    if not isinstance(texts, dict) or not all(isinstance(value, str) for value in texts.values()):
+        raise TypeError(f"{name} is not a map of texts")
+    return texts
 
 
 def _typed(table: Mapping[str, Any], name: str, kind: type[_T]) -> _T:

@@ -7,6 +7,8 @@ refused, as is NUL, which ends a C string. Limits and their reasons:
 * one argument, or one ``NAME=value``: 131,071 bytes, MAX_ARG_STRLEN of execve(2) without its NUL. A longer *script*
   still runs: see :func:`command_argv`;
 * a sandbox's ``env``, and a command's: 256 KiB each;
+* a tag: 256 bytes, because it is kept inside the sandbox and listed with its command; labels of a sandbox: 16, with
+  names of 64 and values of 256 characters, because they are listed with it and searched one by one;
 * a command: 4 MiB less these two and 64 KiB for the image's variables, because the wire carries all of it as one map
   of at most 4 MiB. Whether the kernel takes it is the kernel's word: execve(2) allows a quarter of the stack's limit,
   often 2 MiB.
@@ -16,17 +18,25 @@ from __future__ import annotations
 
 import math
 import posixpath
+import signal as signals
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import InvalidRequestError, PayloadTooLargeError
-from agent_sandbox.types import WORKSPACE, ExecExit
+from agent_sandbox.types import WORKSPACE, ExecExit, ExecRequest, TerminalSize
 
 MAX_PATH_BYTES = 4095
 MAX_ARGUMENT_BYTES = 131_071
 MAX_ENV_BYTES = 256 << 10
 MAX_COMMAND_BYTES = (4 << 20) - 2 * MAX_ENV_BYTES - (64 << 10)
 MAX_SNAPSHOT_NAME = 200
+MAX_TAG_BYTES = 256
+MAX_SIGNAL = 64
+MAX_TERMINAL_SIDE = 65_535
+MAX_METADATA = 16
+MAX_METADATA_NAME = 64
+MAX_METADATA_VALUE = 256
 
 _SHELL = "/bin/sh"
 _PER_ITEM = 16  # a pointer in execve's table, a length on the wire
@@ -37,6 +47,90 @@ _JOIN = (
     "__asb_script=; for __asb_piece do __asb_script=$__asb_script$__asb_piece; done; set --; "
     'eval "unset __asb_script __asb_piece; $__asb_script"'
 )
+
+TERMINAL = "xterm-256color"
+"""``TERM`` of a command with a terminal that names none: what today's terminals understand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """A command that is to be kept. ``None`` means the server's default; times are in seconds."""
+
+    command: str | Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    workdir: str | None = None
+    timeout_seconds: float | None = None
+    stdin: bool = False
+    tty: TerminalSize | None = None
+    detach: bool = False
+    tag: str = ""
+    root: bool = False
+
+
+def kept_command(options: CommandOptions, settings: Settings, id: str) -> ExecRequest:
+    """Check what is asked and give what the backend needs. Errors as of the functions below."""
+    env = validate_env(options.env)
+    if options.tty is not None:
+        terminal_size(options.tty)
+        env = {"TERM": TERMINAL, **env}
+    seconds = options.timeout_seconds
+    if seconds is None and (options.detach or options.tty is not None):
+        # Nobody waits for it, or somebody works in it: a minute would be an accident.
+        seconds = settings.max_exec_timeout_seconds
+    return ExecRequest(
+        argv=tuple(command_argv(options.command)),
+        env=env,
+        workdir=WORKSPACE if options.workdir is None else normalize_path(options.workdir),
+        timeout_seconds=exec_timeout(seconds, settings),
+        id=id,
+        tag=command_tag(options.tag),
+        stdin=options.stdin,
+        tty=options.tty,
+    )
+
+
+def command_tag(tag: str) -> str:
+    """Check a command's tag: at most 256 bytes of printable text."""
+    if len(encode_text(tag, "tag")) > MAX_TAG_BYTES or not (tag.isprintable()):
+        raise InvalidRequestError(f"tag is at most {MAX_TAG_BYTES} bytes of printable text", details={"field": "tag"})
+    return tag
+
+
+def terminal_size(size: TerminalSize) -> TerminalSize:
+    """Check the size of a terminal."""
+    for name, value in (("rows", size.rows), ("cols", size.cols)):
+        in_range(name, value, 1, MAX_TERMINAL_SIDE)
+    return size
+
+
+def signal_number(signal: str | int) -> int:
+    """Give a signal's number: 1 to 64, or a name with or without ``SIG``."""
+    if isinstance(signal, str):
+        name = signal.upper()
+        try:
+            return int(signals.Signals[name if name.startswith("SIG") else "SIG" + name])
+        except KeyError:
+            raise InvalidRequestError(
+                f"there is no signal {signal[:20]!r}; TERM, INT, KILL and HUP are some", details={"field": "signal"}
+            ) from None
+    return int(in_range("signal", signal, 1, MAX_SIGNAL))
+
+
+def labels(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Check the labels of a sandbox and give a copy."""
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequestError(f"metadata has at most {MAX_METADATA} names", details={"field": "metadata"})
+    for name, value in metadata.items():
+        encode_text(value, f"metadata: the value of {name!r}")
+        if not encode_text(name, "a name in metadata") or len(name) > MAX_METADATA_NAME or "=" in name:
+            raise InvalidRequestError(
+                f"a name in metadata has 1 to {MAX_METADATA_NAME} characters and no '='", details={"field": "metadata"}
+            )
+        if len(value) > MAX_METADATA_VALUE:
+            raise InvalidRequestError(
+                f"a value in metadata has at most {MAX_METADATA_VALUE} characters", details={"field": "metadata"}
+            )
+    return dict(metadata)
 
 
 def normalize_path(path: str) -> str:
@@ -64,6 +158,12 @@ def require_in_workspace(path: str) -> str:
     if not full.startswith(WORKSPACE + "/"):
         raise InvalidRequestError(f"path must be inside {WORKSPACE}; files elsewhere are written by commands")
     return full
+
+
+def directory_in_workspace(path: str) -> str:
+    """Give :func:`normalize_path` of a directory for an archive: ``/workspace`` or one inside it."""
+    full = normalize_path(path)
+    return full if full == WORKSPACE else require_in_workspace(full)
 
 
 def command_argv(command: str | Sequence[str]) -> list[str]:

@@ -61,6 +61,16 @@ MIGRATIONS: tuple[str, ...] = (
     );
     CREATE INDEX snapshots_by_sandbox ON snapshots (sandbox_id, created_at);
     """,
+    """
+    CREATE TABLE replies (
+        name TEXT PRIMARY KEY NOT NULL,
+        request TEXT NOT NULL,
+        created_at REAL NOT NULL,
+        status INTEGER NOT NULL,
+        body BLOB NOT NULL
+    );
+    CREATE INDEX replies_by_time ON replies (created_at);
+    """,
 )
 
 _T = TypeVar("_T")
@@ -75,6 +85,17 @@ class StoredSandbox:
     backend: str
     environments: int
     record: SandboxRecord | None
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    """The reply of a creation under the name of its key; ``request`` is the hash of what asked for it."""
+
+    name: str
+    request: str
+    created_at: float
+    status: int
+    body: bytes
 
 
 def prepare_data_dir(path: Path) -> None:
@@ -209,6 +230,32 @@ class StateStore:
     async def delete_snapshot(self, id: str) -> bool:
         """Remove a snapshot's row; whether there was one."""
         return await self._write("DELETE FROM snapshots WHERE id = ?", (_key(id),)) > 0
+
+    async def get_reply(self, name: str, since: float) -> StoredReply | None:
+        """A kept reply, unless it is older than ``since``."""
+
+        def read() -> StoredReply | None:
+            query = "SELECT name, request, created_at, status, body FROM replies WHERE name = ? AND created_at >= ?"
+            row = self._db().execute(query, (name, since)).fetchone()
+            return None if row is None else StoredReply(*row)
+
+        return await self._call(read)
+
+    async def put_reply(self, reply: StoredReply, since: float, most: int) -> None:
+        """Keep a reply; forget those older than ``since``, and the oldest of more than ``most``."""
+        row = (reply.name, reply.request, reply.created_at, reply.status, reply.body)
+
+        def write() -> None:
+            with self._db() as connection:
+                connection.execute("DELETE FROM replies WHERE created_at < ?", (since,))
+                connection.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?, ?)", row)
+                connection.execute(
+                    "DELETE FROM replies WHERE rowid IN"
+                    " (SELECT rowid FROM replies ORDER BY created_at DESC, rowid DESC LIMIT -1 OFFSET ?)",
+                    (most,),
+                )
+
+        await self._call(write)
 
     async def _write(self, statement: str, args: tuple[object, ...]) -> int:
         def write() -> int:

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from agent_sandbox.errors import ConflictError
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -90,11 +92,14 @@ class Tasks:
 class Gate:
     """Many may pass at once, or one holds it closed: writes through the API pass, a snapshot's reading closes.
 
-    Closing waits for those inside; who comes while it is closed, or about to be, waits in front. Not reentrant.
+    Closing waits ``patience`` seconds for those inside and then ends them, because a client decides how long an upload
+    takes; who comes while it is closed, or about to be, waits in front. Not reentrant.
     """
 
-    def __init__(self) -> None:
-        self._inside = 0
+    def __init__(self, patience: float = 10.0) -> None:
+        self._patience = patience
+        self._inside: set[asyncio.Task[Any]] = set()
+        self._cut: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._open = asyncio.Event()
         self._empty = asyncio.Event()
@@ -102,16 +107,25 @@ class Gate:
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Hold the gate open for one write."""
+        """Hold the gate open for one write. :class:`ConflictError` when it took too long for who wants to close."""
         while self._closed:
             await self._open.wait()
-        self._inside += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._inside.add(task)
         self._empty.clear()
         try:
             yield
+        except asyncio.CancelledError:
+            if task not in self._cut or task.uncancel() > 0:
+                raise
+            raise ConflictError(
+                "a snapshot, rollback or stop of the sandbox began and did not wait any longer; send this again"
+            ) from None
         finally:
-            self._inside -= 1
-            if self._inside == 0:
+            self._cut.discard(task)
+            self._inside.discard(task)
+            if not self._inside:
                 self._empty.set()
 
     @asynccontextmanager
@@ -122,7 +136,14 @@ class Gate:
         self._closed = True
         self._open.clear()
         try:
-            await self._empty.wait()
+            try:
+                async with asyncio.timeout(self._patience):
+                    await self._empty.wait()
+            except TimeoutError:
+                for task in self._inside:
+                    self._cut.add(task)
+                    task.cancel()
+                await self._empty.wait()
             yield
         finally:
             self._closed = False

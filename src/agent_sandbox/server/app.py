@@ -16,7 +16,18 @@ from agent_sandbox import __version__
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import SandboxError
 from agent_sandbox.manager import Manager
-from agent_sandbox.server import backends, errors, execs, files, health, sandboxes, snapshots
+from agent_sandbox.server import (
+    archives,
+    backends,
+    commands,
+    errors,
+    execs,
+    files,
+    health,
+    sandboxes,
+    snapshots,
+    terminal,
+)
 from agent_sandbox.server.gate import KEYED_PREFIX, Gate
 
 _DESCRIPTION = (
@@ -69,7 +80,7 @@ def create_app(manager: Manager, settings: Settings, *, manager_started: bool = 
     app.state.pulse = health.Pulse(manager.ping)
     app.include_router(health.router)
     keyed = APIRouter(prefix=KEYED_PREFIX)
-    for module in (sandboxes, execs, files, snapshots, backends):
+    for module in (sandboxes, commands, execs, terminal, files, archives, snapshots, backends):
         keyed.include_router(module.router)
     app.include_router(keyed)
     app.add_middleware(Gate, settings=settings)

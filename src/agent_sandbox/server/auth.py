@@ -27,8 +27,8 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, headers: Headers) -> None:
-        """Raise :class:`UnauthorizedError` unless one of the two headers holds a known key."""
+    def check(self, headers: Headers) -> str:
+        """Give the digest of the key that one of the two headers holds; :class:`UnauthorizedError` for unknown ones."""
         given: bytes | None = None
         for name, value in headers:
             if name == b"x-api-key":
@@ -46,6 +46,7 @@ class Keys:
             known |= hmac.compare_digest(candidate, digest)
         if not known:
             raise UnauthorizedError("the key is not one of this server's")
+        return digest.hex()
 
 
 class Hosts:

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from agent_sandbox import models
 from agent_sandbox.server import views
 from agent_sandbox.server.codec import JsonReply
+from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
-from agent_sandbox.server.sandboxes import manager_of
 
 router = APIRouter(tags=["backends"])
 

@@ -44,6 +44,7 @@ _HTTP_CODES = {
     404: "not_found",
     405: "method_not_allowed",
     413: "payload_too_large",
+    416: "invalid_request",
     431: "payload_too_large",
 }
 
@@ -54,6 +55,7 @@ _MEANINGS = {
     404: "No such sandbox, snapshot, image or file (`not_found`).",
     409: "The state of the thing does not allow it now (`conflict`).",
     413: "Above a limit of size (`payload_too_large`).",
+    416: "The range begins behind the end of the file (`invalid_request`); `Content-Range` tells its size.",
     422: "A field is unknown, missing, of a wrong type or out of range (`validation_error`).",
     429: "A quota, or the sandbox's own budget, is used up (`limit_exceeded`).",
     500: "A fault of the server (`internal_error`).",

@@ -1,215 +1,201 @@
-"""Commands: run to the end, or streamed as newline-delimited JSON.
-
-A client that goes away before its command has ended takes the command with it: the manager's coroutine is cancelled, or
-its generator closed, and that kills the whole tree.
-
-A stream's reply begins with the first event, so that a command that cannot start is an ordinary error with its status;
-when nothing has come within a second, the headers go out alone. Once they have, an error can no longer be a status:
-the stream gets a last line ``{"type":"error","data":"CODE: MESSAGE"}``, made of fields that every client knows, and the
-connection is cut off without the end mark of its encoding. So no client takes a broken stream for a finished command.
-"""
+"""Commands as objects: start, list, look at, read, signal, feed, resize, forget."""
 
 from __future__ import annotations
 
-import asyncio
-import codecs
-import json
-import logging
-import time
+import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from agent_sandbox import models
-from agent_sandbox.errors import BackendError, SandboxError
-from agent_sandbox.manager import CommandResult
-from agent_sandbox.manager.policy import exit_status
-from agent_sandbox.server.codec import JsonReply, encode
+from agent_sandbox.errors import BackendError, ValidationError
+from agent_sandbox.manager import CommandOptions
+from agent_sandbox.manager.manager import Manager
+from agent_sandbox.server import views
+from agent_sandbox.server.codec import JsonReply, boolean, number, parameter, query
+from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
-from agent_sandbox.server.sandboxes import manager_of
-from agent_sandbox.types import ExecEvent, ExecExit, ExecOutput
+from agent_sandbox.server.idempotency import KEY_HEADER, once
+from agent_sandbox.server.streams import BINARY, NDJSON, LineStream, line
+from agent_sandbox.types import AttachEvent, ExecExit, ExecGap, ExecOutput, ExecStarted, TerminalSize
 
-log = logging.getLogger("agent_sandbox.server")
+router = APIRouter(tags=["execs"])
 
-HEADERS_WITHIN_SECONDS = 1.0
-"""How long a silent command may hold back the headers: start errors show well within it."""
-
-LARGE_OUTPUT_BYTES = 256 * 1024
-"""Output above this is decoded and encoded on a thread: below, the hand-over costs more than it saves."""
-
-router = APIRouter(tags=["exec"])
-
-_STREAM_DOC: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": 'One JSON object a line: `{"type": "stdout"|"stderr", "data": str}` as output arrives, then one '
-        '`{"type": "exit", "exit_code": int, "timed_out": bool, "duration_ms": int}`. A stream that breaks ends '
-        'with `{"type": "error", "data": "CODE: MESSAGE"}` where the reason is known, and is cut off.',
-        "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
-    }
-}
-
-
-@router.post("/sandboxes/{sandbox_id}/exec", response_model=models.ExecResult, responses=common(404, 409, 429, 501))
-async def exec_command(sandbox_id: str, body: models.ExecRequest, request: Request) -> Response:
-    """Run a command to its end and return its output, up to the server's limit."""
-    with Abandonment(request.receive):
-        result = await manager_of(request).exec(
-            sandbox_id, body.command, env=body.env, workdir=body.workdir, timeout_seconds=body.timeout_seconds
-        )
-    if len(result.stdout) + len(result.stderr) > LARGE_OUTPUT_BYTES:
-        return await asyncio.to_thread(_finished, result)
-    return _finished(result)
+_LINES = (
+    "One JSON object a line: `started` with `id` and `pid` (for who starts it), `stdout` and `stderr` with `data` or "
+    "`data_b64` and the `cursor` behind it, `gap` with `bytes`, one `exit`. A stream that breaks ends with `error` "
+    "where the reason is known, and is cut off."
+)
+_OUTPUT_DOC: dict[int | str, dict[str, Any]] = {200: {"description": _LINES, "content": NDJSON}}
+_EXEC_SCHEMA = {"application/json": {"schema": {"$ref": "#/components/schemas/Exec"}}}
 
 
 @router.post(
-    "/sandboxes/{sandbox_id}/exec/stream",
-    response_class=StreamingResponse,
-    responses={**common(404, 409, 429, 501), **_STREAM_DOC},
+    "/sandboxes/{sandbox_id}/execs",
+    status_code=201,
+    response_model=models.Exec,
+    responses={**common(404, 409, 429, 501), **_OUTPUT_DOC, 201: {"description": "With `detach`: the command."}},
+    openapi_extra={"parameters": [KEY_HEADER]},
 )
-async def exec_stream(sandbox_id: str, body: models.ExecRequest, request: Request) -> Response:
-    """Run a command and stream its output as it arrives. Closing the connection kills the command."""
-    events = manager_of(request).exec_stream(
-        sandbox_id, body.command, env=body.env, workdir=body.workdir, timeout_seconds=body.timeout_seconds
-    )
-    return EventStream(events)
+async def create_exec(sandbox_id: str, body: models.ExecCreate, request: Request) -> Response:
+    """Start a command that is kept as an object.
 
-
-class Abandonment:
-    """Cancel the body of a ``with`` when the client goes away; it then ends in :class:`ClientDisconnect`.
-
-    The request must have been read to its end before.
+    With `detach` it outlives the client and the server; else the reply is its output, which holds the command back
+    when it is read slowly, and closing the connection ends the command.
     """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._over = self._left = False
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watch = asyncio.ensure_future(self._disconnect())
-        self._watch.add_done_callback(self._notice)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over = True
-        self._watch.cancel()
-        if self._left and isinstance(error, asyncio.CancelledError):
-            self._task.uncancel()
-            raise ClientDisconnect from None
-
-    async def _disconnect(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    def _notice(self, watch: asyncio.Future[None]) -> None:
-        if not self._over and not watch.cancelled():
-            self._left = True
-            self._task.cancel()
-
-
-class Lines:
-    """Encode a command's events as lines of JSON; each stream is decoded as UTF-8 of its own. Pure."""
-
-    def __init__(self) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")
-        self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
-
-    def output(self, event: ExecOutput) -> bytes:
-        """Encode a chunk; empty while it holds only the first bytes of a character."""
-        text = self._decoders[event.stream].decode(event.data)
-        return _line({"type": event.stream, "data": text}) if text else b""
-
-    def exit(self, event: ExecExit, duration_ms: int) -> bytes:
-        """Encode what the decoders still hold, and the end."""
-        tails = ((name, decoder.decode(b"", final=True)) for name, decoder in self._decoders.items())
-        lines = [_line({"type": name, "data": text}) for name, text in tails if text]
-        if why := _why(event):
-            lines.append(_line({"type": "stderr", "data": why}))
-        end = {"type": "exit", "exit_code": exit_status(event), "timed_out": event.timed_out}
-        return b"".join([*lines, _line({**end, "duration_ms": duration_ms})])
-
-
-class EventStream(StreamingResponse):
-    """Send a command's events as they come, at the speed of the client; see the module for how it ends."""
-
-    def __init__(self, events: AsyncGenerator[ExecEvent, None]) -> None:
-        super().__init__((), media_type="application/x-ndjson")
-        self._events = events
-        self._started = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            with Abandonment(receive):
-                await self._send_all(send)
-
-    async def _send_all(self, send: Send) -> None:
-        began = time.monotonic()
-        lines = Lines()
-        try:
-            event = await self._first(send)
-            await self._start(send)
-            while isinstance(event, ExecOutput):
-                if line := lines.output(event):
-                    await send({"type": "http.response.body", "body": line, "more_body": True})
-                event = await anext(self._events, None)
-            if event is None:
-                raise BackendError("the command's output ended without an exit status; how it ended is unknown")
-        except SandboxError as error:
-            if not self._started:
-                raise
-            log.warning("a stream broke: %s: %s", error.code, error.message)
-            last = _line({"type": "error", "data": f"{error.code}: {error.message}"})
-            await send({"type": "http.response.body", "body": last, "more_body": True})
-            return
-        end = lines.exit(event, round((time.monotonic() - began) * 1000))
-        await send({"type": "http.response.body", "body": end, "more_body": False})
-
-    async def _first(self, send: Send) -> ExecEvent | None:
-        first = asyncio.ensure_future(anext(self._events, None))
-        try:
-            await asyncio.wait({first}, timeout=HEADERS_WITHIN_SECONDS)
-            if not first.done():
-                await self._start(send)
-            return await first
-        finally:
-            if not first.done():
-                first.cancel()
-                await asyncio.wait({first})
-
-    async def _start(self, send: Send) -> None:
-        if not self._started:
-            self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    # ASCII, since clients may split at what Unicode calls a line (U+0085, U+2028), which JSON allows within a string.
-    line = encode(value)
-    return (line if line.isascii() else json.dumps(value, separators=(",", ":")).encode("ascii")) + b"\n"
-
-
-def _why(exit: ExecExit) -> str:
-    """Say why a command could not start where a shell would: the fixed shapes have no field for it."""
-    return f"{exit.message}\n" if exit.message else ""
-
-
-def _finished(result: CommandResult) -> Response:
-    return JsonReply(
-        models.ExecResult(
-            stdout=result.stdout.decode("utf-8", "replace"),
-            stderr=result.stderr.decode("utf-8", "replace") + _why(result.exit),
-            exit_code=exit_status(result.exit),
-            timed_out=result.exit.timed_out,
-            truncated=result.truncated,
-            duration_ms=result.duration_ms,
-        )
+    manager = manager_of(request)
+    options = CommandOptions(
+        command=body.command,
+        env=body.env,
+        workdir=body.workdir,
+        timeout_seconds=body.timeout_seconds,
+        stdin=body.stdin,
+        tty=None if body.tty is None else TerminalSize(body.tty.rows, body.tty.cols),
+        detach=body.detach,
+        tag=body.tag,
+        root=body.user == "root",
     )
+    if not body.detach:
+        if "idempotency-key" in request.headers:
+            raise ValidationError("Idempotency-Key: a command that is not detached cannot be started once for two")
+        return ExecStream(*manager.open_exec(sandbox_id, options))
+
+    async def start() -> Response:
+        return JsonReply(views.command(await manager.start_exec(sandbox_id, options)), status=201)
+
+    return await once(request, start)
+
+
+@router.get("/sandboxes/{sandbox_id}/execs", response_model=models.ExecList, responses=common(404, 409, 501))
+async def list_execs(sandbox_id: str, request: Request) -> Response:
+    """List the commands that are kept: those that run and the last that ended."""
+    listed = await manager_of(request).list_execs(sandbox_id)
+    return JsonReply(models.ExecList(execs=[views.command(status) for status in listed]))
+
+
+@router.get("/sandboxes/{sandbox_id}/execs/{exec_id}", response_model=models.Exec, responses=common(404, 409, 501))
+async def get_exec(sandbox_id: str, exec_id: str, request: Request) -> Response:
+    """Look at one command."""
+    return JsonReply(views.command(await manager_of(request).exec_status(sandbox_id, exec_id)))
+
+
+@router.get(
+    "/sandboxes/{sandbox_id}/execs/{exec_id}/output",
+    response_class=Response,
+    responses={**common(404, 409, 501), **_OUTPUT_DOC},
+    openapi_extra={
+        "parameters": [
+            parameter("cursor", "The first byte to read.", type="integer", minimum=0, default=0),
+            parameter("follow", "Go on until the command ends.", type="boolean", default=True),
+        ]
+    },
+)
+async def exec_output(sandbox_id: str, exec_id: str, request: Request) -> Response:
+    """Read a command's output from a byte on, then what comes. Closing the connection changes nothing."""
+    values = query(request, "cursor", "follow")
+    cursor = number(values, "cursor", 0, 0, models.MAX_INTEGER)
+    follow = boolean(values, "follow", True)
+    events = manager_of(request).attach_exec(sandbox_id, exec_id, cursor=cursor, follow=follow)
+    return ExecStream(exec_id, events, cursor=cursor, ends=follow)
+
+
+@router.post(
+    "/sandboxes/{sandbox_id}/execs/{exec_id}/signal", response_model=models.Signalled, responses=common(404, 409, 501)
+)
+async def signal_exec(sandbox_id: str, exec_id: str, body: models.SignalRequest, request: Request) -> Response:
+    """Send a signal to every process of a command."""
+    sent = await manager_of(request).signal_exec(sandbox_id, exec_id, body.signal)
+    return JsonReply(models.Signalled(processes=sent))
+
+
+@router.post(
+    "/sandboxes/{sandbox_id}/execs/{exec_id}/stdin",
+    response_model=models.StdinTaken,
+    responses=common(404, 409, 501),
+    openapi_extra={
+        "parameters": [parameter("close", "End standard input behind the body.", type="boolean", default=False)],
+        "requestBody": {"required": False, "content": BINARY},
+    },
+)
+async def write_stdin(sandbox_id: str, exec_id: str, request: Request) -> Response:
+    """Send the body to a command's standard input as it comes; waits while the command does not read."""
+    close = boolean(query(request, "close"), "close", False)
+    manager: Manager = manager_of(request)
+    taken = await manager.write_stdin(sandbox_id, exec_id, _not_empty(request))
+    if close:
+        await manager.close_stdin(sandbox_id, exec_id)
+    return JsonReply(models.StdinTaken(taken=taken))
+
+
+@router.post("/sandboxes/{sandbox_id}/execs/{exec_id}/resize", status_code=204, responses=common(404, 409, 501))
+async def resize_exec(sandbox_id: str, exec_id: str, body: models.TerminalSize, request: Request) -> Response:
+    """Change the size of a command's terminal."""
+    await manager_of(request).resize_exec(sandbox_id, exec_id, TerminalSize(body.rows, body.cols))
+    return Response(status_code=204)
+
+
+@router.delete("/sandboxes/{sandbox_id}/execs/{exec_id}", status_code=204, responses=common(404, 409, 501))
+async def forget_exec(sandbox_id: str, exec_id: str, request: Request) -> Response:
+    """End a command with every process that it started, and forget it."""
+    await manager_of(request).forget_exec(sandbox_id, exec_id)
+    return Response(status_code=204)
+
+
+async def _not_empty(request: Request) -> AsyncGenerator[bytes, None]:
+    # No bound on silence, as for files: who types at a command may think. The command's deadline ends it.
+    async for data in request.stream():
+        if data:
+            yield data
+
+
+class ExecLines:
+    """Encode the events of a kept command; counts the bytes for the cursor. Pure."""
+
+    def __init__(self, id: str, cursor: int = 0) -> None:
+        self._id = id
+        self._cursor = cursor
+
+    def event(self, event: AttachEvent) -> dict[str, Any]:
+        """Give one line's object."""
+        match event:
+            case ExecOutput():
+                self._cursor += len(event.data)
+                shown: dict[str, Any] = {"type": event.stream, "cursor": self._cursor}
+                try:
+                    return {**shown, "data": event.data.decode()}
+                except UnicodeDecodeError:
+                    return {**shown, "data_b64": base64.b64encode(event.data).decode()}
+            case ExecStarted():
+                return {"type": "started", "id": self._id, "pid": event.pid}
+            case ExecGap():
+                self._cursor += event.bytes
+                return {"type": "gap", "bytes": event.bytes, "cursor": self._cursor}
+            case ExecExit():
+                return {"type": "exit", **views.exit_fields(event)}
+
+
+class ExecStream(LineStream):
+    """Send the events of a kept command; with ``ends`` the last must be its exit."""
+
+    def __init__(
+        self, id: str, events: AsyncGenerator[AttachEvent, None], *, cursor: int = 0, ends: bool = True
+    ) -> None:
+        super().__init__()
+        self._events = events
+        self._lines = ExecLines(id, cursor)
+        self._ends = ends
+
+    async def produce(self) -> None:
+        async with aclosing(self._events) as events:
+            event = await self.first(events)
+            await self.begin()
+            while event is not None:
+                await self.piece(line(self._lines.event(event)))
+                if isinstance(event, ExecExit):
+                    return
+                event = await anext(events, None)
+            if self._ends:
+                raise BackendError("the command's output ended without an exit; how it ended is unknown")

@@ -8,18 +8,26 @@ application with a body that stops at its bound.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import SandboxError
+from agent_sandbox.errors import SandboxError, UnauthorizedError
 from agent_sandbox.server import errors
 from agent_sandbox.server.auth import Hosts, Keys
 
 TRUSTED_PEER = "agent_sandbox.trusted_peer"
 """Set in a connection's state by :mod:`agent_sandbox.server.peer`, and by nothing that a client can send."""
+
+KEY_ID = "agent_sandbox.key_id"
+"""In the state of a request: which key it came with, as a digest; empty where none was asked for."""
+
+KEY_SUBPROTOCOL = "key."
 
 KEYED_PREFIX = "/v1"
 
@@ -36,8 +44,13 @@ class Gate:
         self._hosts = Hosts(settings.host)
         self._open = settings.insecure_no_auth
         self._max_file_bytes = settings.max_file_bytes
+        # What the guest side allows as well: an honest archive has about 2.5 KiB for each entry beside the files.
+        self._max_archive_bytes = 2 * settings.max_snapshot_bytes + 64 * 1024 * 1024
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -64,10 +77,7 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         try:
-            if not scope.get("state", {}).get(TRUSTED_PEER):
-                self._hosts.check(headers, same_origin=self._open)
-                if not self._open and is_keyed(scope["path"]):
-                    self._keys.check(headers)
+            self._check(scope, headers)
         except SandboxError as error:
             await errors.for_error(error)(scope, receive, send)
             return
@@ -86,15 +96,47 @@ class Gate:
             return
         await self._app(scope, _bounded(receive, limit), send)
 
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope, [*scope["headers"], *key_headers(scope)])
+        except SandboxError as error:
+            await receive()
+            await WebSocket(scope, receive, send).send_denial_response(errors.for_error(error))
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: list[tuple[bytes, bytes]]) -> None:
+        state = scope.setdefault("state", {})
+        if not state.get(TRUSTED_PEER):
+            self._hosts.check(headers, same_origin=self._open)
+            if not self._open and is_keyed(scope["path"]):
+                state[KEY_ID] = self._keys.check(headers)
+
     def _limit(self, scope: Scope) -> int:
-        if scope["method"] == "PUT" and scope["path"].endswith("/files"):
+        method, path = scope["method"], scope["path"]
+        if (method == "PUT" and path.endswith("/files")) or (method == "POST" and path.endswith("/stdin")):
             return self._max_file_bytes
+        if method == "PUT" and path.endswith("/archive"):
+            return self._max_archive_bytes
         return MAX_JSON_BYTES
 
 
 def is_keyed(path: str) -> bool:
     """Whether a decoded path needs a key, be there such a route or not."""
     return path == KEYED_PREFIX or path.startswith(KEYED_PREFIX + "/")
+
+
+def key_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Take the key that a browser hands over as a subprotocol, because it cannot set a header on a WebSocket."""
+    found = []
+    for protocol in scope["subprotocols"]:
+        if protocol.startswith(KEY_SUBPROTOCOL):
+            text = protocol.removeprefix(KEY_SUBPROTOCOL)
+            try:
+                found.append((b"x-api-key", base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)))
+            except (binascii.Error, ValueError):
+                raise UnauthorizedError("the subprotocol key.… is not the key in base64url without padding") from None
+    return found
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:

@@ -38,6 +38,13 @@ KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays: longer than the pools of common clients and proxies keep theirs."""
 
 
+MAX_FRAME_BYTES = 256 * 1024
+"""Largest message on a WebSocket: more than a person pastes into a terminal; a client cuts what is larger."""
+
+PING_SECONDS = 20.0
+"""How often a WebSocket is asked for a sign of life, and how long it may take: a client that vanished is noticed."""
+
+
 def serve(
     settings: Settings,
     *,
@@ -91,7 +98,11 @@ def make_server(manager: Manager, settings: Settings, ready: Callable[[], None])
     config = uvicorn.Config(
         create_app(manager, settings, manager_started=True),
         http=Protocol,
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_FRAME_BYTES,
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         access_log=False,

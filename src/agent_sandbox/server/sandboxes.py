@@ -1,4 +1,4 @@
-"""Sandboxes: create, list, look at, give more time, destroy."""
+"""Sandboxes: create, list, look at, give more time, stop, start, destroy."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from agent_sandbox import models
-from agent_sandbox.manager import CreateOptions, Manager
+from agent_sandbox.manager import CreateOptions
 from agent_sandbox.server import views
-from agent_sandbox.server.codec import JsonReply
+from agent_sandbox.server.codec import JsonReply, bad_field, pairs, parameter
+from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
+from agent_sandbox.server.idempotency import KEY_HEADER, once
 
 router = APIRouter(tags=["sandboxes"])
 
 
-def manager_of(request: Request) -> Manager:
-    """Find the application's manager."""
-    manager: Manager = request.app.state.manager
-    return manager
+_METADATA = parameter("metadata", "NAME=VALUE: only sandboxes with this label; may be given again.", default="")
 
 
-@router.post("/sandboxes", status_code=201, response_model=models.Sandbox, responses=common(404, 409, 429, 501))
+@router.post(
+    "/sandboxes",
+    status_code=201,
+    response_model=models.Sandbox,
+    responses=common(404, 409, 429, 501),
+    openapi_extra={"parameters": [KEY_HEADER]},
+)
 async def create_sandbox(body: models.SandboxCreate, request: Request) -> Response:
     """Create and start a sandbox with an empty workspace."""
     options = CreateOptions(
@@ -35,14 +40,31 @@ async def create_sandbox(body: models.SandboxCreate, request: Request) -> Respon
         env=body.env,
         backend=body.backend,
         min_isolation=body.min_isolation,
+        metadata=body.metadata,
     )
-    return JsonReply(views.sandbox(await manager_of(request).create(options)), status=201)
+
+    async def create() -> Response:
+        return JsonReply(views.sandbox(await manager_of(request).create(options)), status=201)
+
+    return await once(request, create)
 
 
-@router.get("/sandboxes", response_model=models.SandboxList, responses=common())
+@router.get(
+    "/sandboxes",
+    response_model=models.SandboxList,
+    responses=common(),
+    openapi_extra={"parameters": [_METADATA]},
+)
 async def list_sandboxes(request: Request) -> Response:
     """List the sandboxes that are alive."""
-    records = await manager_of(request).list_sandboxes()
+    labels: dict[str, str] = {}
+    for _, pair in pairs(request, "metadata"):
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise bad_field("metadata", "must be NAME=VALUE")
+        if labels.setdefault(name, value) != value:
+            raise bad_field("metadata", "asks for two values of one name")
+    records = await manager_of(request).list_sandboxes(labels)
     return JsonReply(models.SandboxList(sandboxes=[views.sandbox(record) for record in records]))
 
 
@@ -63,3 +85,21 @@ async def delete_sandbox(sandbox_id: str, request: Request) -> Response:
 async def set_timeout(sandbox_id: str, body: models.TimeoutUpdate, request: Request) -> Response:
     """Set the time to live, counted from now."""
     return JsonReply(views.sandbox(await manager_of(request).set_timeout(sandbox_id, body.timeout_seconds)))
+
+
+@router.post("/sandboxes/{sandbox_id}/stop", response_model=models.Sandbox, responses=common(404, 409, 501))
+async def stop_sandbox(sandbox_id: str, request: Request) -> Response:
+    """End every process of a sandbox and keep its workspace. A stopped one stays as it is."""
+    return JsonReply(views.sandbox(await manager_of(request).stop(sandbox_id)))
+
+
+@router.post("/sandboxes/{sandbox_id}/start", response_model=models.Sandbox, responses=common(404, 409, 429, 501))
+async def start_sandbox(sandbox_id: str, request: Request) -> Response:
+    """Start a stopped sandbox again with its workspace. A running one goes on."""
+    return JsonReply(views.sandbox(await manager_of(request).start_sandbox(sandbox_id)))
+
+
+@router.get("/sandboxes/{sandbox_id}/stats", response_model=models.SandboxStats, responses=common(404, 409, 501))
+async def sandbox_stats(sandbox_id: str, request: Request) -> Response:
+    """Look at what a sandbox uses now."""
+    return JsonReply(views.stats(await manager_of(request).stats(sandbox_id)))

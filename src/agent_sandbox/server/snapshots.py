@@ -11,8 +11,9 @@ from agent_sandbox import models
 from agent_sandbox.manager import ForkOptions
 from agent_sandbox.server import views
 from agent_sandbox.server.codec import JsonReply, query
+from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
-from agent_sandbox.server.sandboxes import manager_of
+from agent_sandbox.server.idempotency import KEY_HEADER, once
 
 router = APIRouter(tags=["snapshots"])
 
@@ -30,11 +31,16 @@ _SANDBOX_ID: dict[str, Any] = {
     status_code=201,
     response_model=models.Snapshot,
     responses=common(404, 409, 429, 501),
+    openapi_extra={"parameters": [KEY_HEADER]},
 )
 async def create_snapshot(sandbox_id: str, request: Request, body: models.SnapshotCreate | None = None) -> Response:
     """Keep the state of the workspace. Once this returns, a crash does not lose it."""
-    record = await manager_of(request).snapshot(sandbox_id, body.name if body else None)
-    return JsonReply(views.snapshot(record), status=201)
+
+    async def take() -> Response:
+        record = await manager_of(request).snapshot(sandbox_id, body.name if body else None)
+        return JsonReply(views.snapshot(record), status=201)
+
+    return await once(request, take)
 
 
 @router.post("/sandboxes/{sandbox_id}/rollback", response_model=models.Sandbox, responses=common(404, 409, 429, 501))
@@ -73,11 +79,20 @@ async def delete_snapshot(snapshot_id: str, request: Request) -> Response:
     status_code=201,
     response_model=models.Sandbox,
     responses=common(404, 409, 429, 501),
+    openapi_extra={"parameters": [KEY_HEADER]},
 )
 async def fork(snapshot_id: str, request: Request, body: models.ForkRequest | None = None) -> Response:
     """Create a sandbox whose workspace begins as a snapshot."""
     wish = body or models.ForkRequest()
     options = ForkOptions(
-        timeout_seconds=wish.timeout_seconds, network=wish.network, cpus=wish.cpus, memory_mb=wish.memory_mb
+        timeout_seconds=wish.timeout_seconds,
+        network=wish.network,
+        cpus=wish.cpus,
+        memory_mb=wish.memory_mb,
+        metadata=wish.metadata,
     )
-    return JsonReply(views.sandbox(await manager_of(request).fork(snapshot_id, options)), status=201)
+
+    async def create() -> Response:
+        return JsonReply(views.sandbox(await manager_of(request).fork(snapshot_id, options)), status=201)
+
+    return await once(request, create)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from agent_sandbox import models
-from agent_sandbox.manager import SandboxRecord, SnapshotRecord
-from agent_sandbox.types import Capabilities, FileEntry
+from agent_sandbox.manager import SandboxRecord, SandboxStats, SnapshotRecord
+from agent_sandbox.types import Capabilities, ExecExit, ExecStatus, FileEntry
 
 
 def sandbox(record: SandboxRecord) -> models.Sandbox:
@@ -24,7 +26,64 @@ def sandbox(record: SandboxRecord) -> models.Sandbox:
         source_snapshot_id=record.source_snapshot_id,
         backend=record.backend,
         disk_mb=spec.disk_mb,
-        state=record.state,
+        state="stopped" if record.state == "running" and not record.running else record.state,
+        metadata=dict(record.metadata),
+    )
+
+
+def stats(value: SandboxStats) -> models.SandboxStats:
+    """Show what a sandbox uses."""
+    return models.SandboxStats(
+        memory_bytes=value.memory_bytes,
+        cpu_seconds=value.cpu_seconds,
+        processes=value.guest.processes,
+        execs=value.guest.execs,
+        output_bytes=value.guest.ring_bytes,
+        daemon_memory_bytes=value.guest.memory_bytes,
+    )
+
+
+def command(status: ExecStatus) -> models.Exec:
+    """Show a command."""
+    end = status.exit
+    return models.Exec(
+        id=status.id,
+        tag=status.tag,
+        command=list(status.argv),
+        pid=status.pid,
+        status="running" if status.running else "exited",
+        started_at=_time(status.started_at),
+        exit_code=None if end is None else end.code,
+        signal=None if end is None else end.signal,
+        timed_out=end is not None and end.timed_out,
+        tty=status.tty,
+        cursor=status.cursor,
+        first_cursor=status.first,
+        usage=None if end is None else _usage(end),
+        oom_killed=None if end is None else end.oom_killed,
+        message="" if end is None else end.message,
+    )
+
+
+def exit_fields(end: ExecExit) -> dict[str, Any]:
+    """Show how a command ended, as the last line of its output does."""
+    return {
+        "exit_code": end.code,
+        "signal": end.signal,
+        "timed_out": end.timed_out,
+        "oom_killed": end.oom_killed,
+        "message": end.message,
+        "usage": _usage(end),
+        "duration_ms": round(end.wall_seconds * 1000),
+    }
+
+
+def _usage(end: ExecExit) -> models.ExecUsage:
+    return models.ExecUsage(
+        user_seconds=end.user_seconds,
+        system_seconds=end.system_seconds,
+        max_rss_kb=end.max_rss_kb,
+        wall_seconds=end.wall_seconds,
     )
 
 
@@ -51,6 +110,18 @@ def file(entry: FileEntry) -> models.FileInfo:
         type=entry.type,
         size=entry.size,
         modified_at=models.rfc3339(entry.mtime_ns // 1000),
+    )
+
+
+def stat(entry: FileEntry) -> models.FileStat:
+    """Show a file in full."""
+    return models.FileStat(
+        name=entry.name,
+        path=entry.path,
+        type=entry.type,
+        size=entry.size,
+        modified_at=models.rfc3339(entry.mtime_ns // 1000),
+        mode=f"{entry.mode:03o}",
     )
 
 

@@ -11,7 +11,7 @@ from agent_sandbox.backends.fake.daemon import serve
 from agent_sandbox.backends.fake.state import Environment, File, Tree
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.types import WORKSPACE, Capabilities, EnvironmentInfo, ResolvedImage, SandboxSpec
 
 
@@ -72,6 +72,31 @@ class FakeBackend(GuestBackend):
             for task in [*environment.connections, *environment.execs]:
                 task.cancel()
 
+    async def start_environment(self, id: str) -> None:
+        self._maybe_fail("start_environment")
+        environment = self._environment(id)
+        if not environment.running:
+            for path in [path for path in environment.files if path.startswith("/tmp/")]:
+                del environment.files[path]
+            environment.running = True
+        try:
+            await self.guest_ready(id)
+        except BaseException:
+            environment.running = False
+            raise
+
+    async def stop_environment(self, id: str) -> None:
+        self._maybe_fail("stop_environment")
+        environment = self._environment(id)
+        await self.drop_guest(id)
+        await self.kill_guest(id)
+        environment.commands.clear()
+
+    def _environment(self, id: str) -> Environment:
+        if id not in self.environments:
+            raise NotFoundError(f"there is no environment {id!r}")
+        return self.environments[id]
+
     async def list_ids(self) -> list[str]:
         return list(self.environments)
 
@@ -80,9 +105,9 @@ class FakeBackend(GuestBackend):
         return environment is not None and environment.running
 
     async def inspect(self, id: str) -> EnvironmentInfo:
-        if id not in self.environments:
-            raise NotFoundError(f"there is no environment {id!r}")
-        return EnvironmentInfo(id, self.environments[id].running)
+        environment = self._environment(id)
+        usage = {"memory_bytes": sum(len(file.data or b"") for file in environment.files.values()), "cpu_seconds": 0.25}
+        return EnvironmentInfo(id, environment.running, {"usage": usage})
 
     async def import_workspace(self, id: str, src: Any, max_bytes: int) -> None:
         self._maybe_fail("import_workspace")
@@ -93,9 +118,9 @@ class FakeBackend(GuestBackend):
         return await super().export_workspace(id, dest, max_bytes)
 
     async def endpoint(self, id: str) -> Endpoint:
-        environment = self.environments.get(id)
-        if environment is None:
-            raise NotFoundError(f"there is no environment {id!r}")
+        environment = self._environment(id)
+        if not environment.running:
+            raise BackendError("the made-up daemon does not run")
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         task = asyncio.create_task(serve(environment, theirs))
