@@ -14,8 +14,8 @@ from agent_sandbox import __version__
 from agent_sandbox.cli.app import main
 
 COMMANDS = [
-    *("quickstart", "run", "exec", "create", "ls", "rm", "cp", "snapshot", "snapshots", "rollback", "fork"),
-    *("image", "serve", "openapi", "doctor"),
+    *("quickstart", "run", "exec", "shell", "execs", "logs", "kill", "create", "ls", "inspect", "stats", "start"),
+    *("stop", "rm", "cp", "watch", "snapshot", "snapshots", "rollback", "fork", "image", "serve", "openapi", "doctor"),
 ]
 
 
@@ -33,7 +33,7 @@ def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     for name in COMMANDS:
         assert f"\n  {name} " in out
-    assert "125 run and exec only" in " ".join(out.split())
+    assert "125 run, exec and shell only" in " ".join(out.split())
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +52,12 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ["run", "-e", "=x", "true"],
         ["run", "-e", "NO_SUCH_VARIABLE_IS_SET", "true"],
         ["fork", "snap1", "--count", "0"],
+        ["exec", "-d", "-i", "sb1", "true"],
+        ["exec", "-d", "-t", "sb1", "true"],
+        ["exec", "-t", "--json", "sb1", "true"],
+        ["run", "-t", "--json", "true"],
+        ["run", "-v", "/no/such/directory", "true"],
+        ["run", "-v", "/etc/passwd:x", "true"],
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

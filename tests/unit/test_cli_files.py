@@ -1,18 +1,22 @@
-"""cp against a sandbox that lies: nothing lands outside the target, and what is left out is said."""
+"""cp against a sandbox that lies, and both ways on a real server: where things land, and what is left of a failure."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from agent_sandbox.cli import files
-from agent_sandbox.cli.files import Copied, download, upload
-from agent_sandbox.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
+from agent_sandbox.cli import copying, files
+from agent_sandbox.cli.copying import Copied
+from agent_sandbox.cli.files import download, upload
+from agent_sandbox.client import FileStat, Sandbox, SandboxClient
+from agent_sandbox.errors import ConflictError, InvalidRequestError, NotFoundError, PayloadTooLargeError
+from tests.unit.server_harness import KEY, running, settings_for
 
 
 @dataclass
@@ -27,7 +31,7 @@ class Box:
 
     def __init__(self, tree: Mapping[str, list[Entry] | bytes]) -> None:
         self.tree = dict(tree)
-        self.written: dict[str, tuple[bytes, int]] = {}
+        self.mode = "644"
 
     def list_files(self, path: str) -> list[Entry]:
         found = self.tree.get(path)
@@ -37,6 +41,13 @@ class Box:
             raise InvalidRequestError(f"{path} is a file")
         return found
 
+    def stat(self, path: str) -> FileStat:
+        found = self.tree.get(path)
+        if found is None:
+            raise NotFoundError(f"no {path}")
+        kind: Any = "file" if isinstance(found, bytes) else "directory"
+        return FileStat(name="x", path="/etc/shadow", type=kind, size=1 << 60, modified_at="", mode=self.mode)
+
     def read_file(self, path: str) -> bytes:
         found = self.tree.get(path)
         if found is None:
@@ -44,19 +55,13 @@ class Box:
         assert isinstance(found, bytes)
         return found
 
-    def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        self.written[path] = (data, mode)
+    def download(self, path: str, file: Any) -> None:
+        file.write(self.read_file(path))
 
 
 def fetch(tree: Mapping[str, list[Entry] | bytes], source: str, target: Path) -> Copied:
     done = Copied()
     download(cast(Any, Box(tree)), source, target, done)
-    return done
-
-
-def send(box: Box, source: Path, target: str) -> Copied:
-    done = Copied()
-    upload(cast(Any, box), source, target, done)
     return done
 
 
@@ -66,13 +71,13 @@ def everything_below(root: Path) -> set[str]:
 
 def test_a_tree_comes_out_as_it_is(tmp_path: Path) -> None:
     tree: dict[str, list[Entry] | bytes] = {
-        "/workspace/src": [Entry("a.txt", "file"), Entry("sub", "directory"), Entry("empty", "directory")],
-        "/workspace/src/a.txt": b"A\0",
-        "/workspace/src/sub": [Entry("b\udcff \n.bin", "file")],
-        "/workspace/src/sub/b\udcff \n.bin": b"B",
-        "/workspace/src/empty": [],
+        "/tmp/src": [Entry("a.txt", "file"), Entry("sub", "directory"), Entry("empty", "directory")],
+        "/tmp/src/a.txt": b"A\0",
+        "/tmp/src/sub": [Entry("b\udcff \n.bin", "file")],
+        "/tmp/src/sub/b\udcff \n.bin": b"B",
+        "/tmp/src/empty": [],
     }
-    done = fetch(tree, "/workspace/src", tmp_path / "out")
+    done = fetch(tree, "/tmp/src", tmp_path / "out")
     assert everything_below(tmp_path) == {"out", "out/a.txt", "out/sub", "out/sub/b\udcff \n.bin", "out/empty"}
     assert (tmp_path / "out/a.txt").read_bytes() == b"A\0"
     assert (done.files, done.bytes, done.skipped) == (2, 3, [])
@@ -121,11 +126,11 @@ def test_a_tree_without_an_end_is_cut_off(tmp_path: Path) -> None:
             return [Entry("d", "directory")]
 
     with pytest.raises(PayloadTooLargeError, match="levels"):
-        download(cast(Any, Endless({})), "/w", tmp_path / "out", Copied())
+        download(cast(Any, Endless({"/w": []})), "/w", tmp_path / "out", Copied())
 
 
 def test_a_listing_without_an_end_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "MAX_ENTRIES", 5)
+    monkeypatch.setattr(copying, "MAX_ENTRIES", 5)
     with pytest.raises(PayloadTooLargeError, match="entries"):
         fetch({"/w": [Entry(f"l{n}", "symlink") for n in range(6)]}, "/w", tmp_path / "out")
 
@@ -140,46 +145,143 @@ def test_a_file_goes_to_the_named_file_or_into_the_named_directory(tmp_path: Pat
     assert (tmp_path / "f.txt").read_bytes() == b"data"
 
 
-def test_a_local_tree_goes_in_with_its_modes(tmp_path: Path) -> None:
+def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        fetch({}, "/w", tmp_path / "out")
+    assert everything_below(tmp_path) == set()
+
+
+def test_a_mode_that_is_none_is_an_ordinary_one(tmp_path: Path) -> None:
+    for mode, seen in (("6755", 0o755), ("600", 0o600), ("-1", 0o644), ("x" * 1000, 0o644)):
+        box = Box({"/w/f": b"x"})
+        box.mode = mode
+        download(cast(Any, box), "/w/f", tmp_path / "f", Copied())
+        assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == seen
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SandboxClient]:
+    settings = settings_for(tmp_path_factory.mktemp("server"), max_file_bytes=100_000)
+    with running(settings) as server, SandboxClient(server.url, KEY) as it:
+        yield it
+
+
+@pytest.fixture
+def sandbox(client: SandboxClient) -> Iterator[Sandbox]:
+    with client.create() as it:
+        yield it
+
+
+def send(sandbox: Sandbox, source: Path, target: str) -> Copied:
+    done = Copied()
+    upload(sandbox, source, target, done)
+    return done
+
+
+def inside(sandbox: Sandbox, path: str = "/workspace") -> dict[str, str]:
+    """Every name below a directory of the sandbox, with its type and mode."""
+    found = {}
+    for entry in sandbox.list_files(path):
+        seen = sandbox.stat(entry.path, follow=False)
+        found[entry.path.removeprefix("/workspace/")] = f"{seen.type} {seen.mode}"
+        if entry.type == "directory":
+            found |= inside(sandbox, entry.path)
+    return found
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
     root = tmp_path / "src"
     (root / "sub").mkdir(parents=True)
     (root / "run.sh").write_text("#!/bin/sh\n")
     (root / "run.sh").chmod(0o755)
     (root / "sub" / "data").write_bytes(b"\0\xff")
     (root / "sub" / "data").chmod(0o600)
-    (root / "void").mkdir()
-    (root / "link").symlink_to("/etc/passwd")
-    (root / "dirlink").symlink_to("/etc")
-    os.mkfifo(root / "fifo")
-    box = Box({})
-    done = send(box, root, "/workspace/dst")
-    assert box.written == {
-        "/workspace/dst/run.sh": (b"#!/bin/sh\n", 0o755),
-        "/workspace/dst/sub/data": (b"\0\xff", 0o600),
+    (root / "void").mkdir(mode=0o700)
+    return root
+
+
+def test_a_local_tree_goes_in_and_comes_out_whole(sandbox: Sandbox, source: Path, tmp_path: Path) -> None:
+    done = send(sandbox, source, "/workspace/new/dst")
+    assert (done.files, done.skipped) == (2, [])
+    seen = inside(sandbox)
+    assert seen == {
+        "new": "directory 755",
+        "new/dst": "directory 755",
+        "new/dst/run.sh": "file 755",
+        "new/dst/sub": "directory 755",
+        "new/dst/sub/data": "file 600",
+        "new/dst/void": "directory 700",
     }
-    assert sorted((Path(path).name, reason) for path, reason in done.skipped) == [
-        ("dirlink", "not a regular file"),
-        ("fifo", "not a regular file"),
-        ("link", "not a regular file"),
-        ("void", "an empty directory"),
-    ]
+    done = Copied()
+    download(sandbox, "/workspace/new/dst", tmp_path / "out", done)
+    assert everything_below(tmp_path / "out") == everything_below(source)
+    assert stat.S_IMODE((tmp_path / "out" / "void").stat().st_mode) == 0o700
+    assert everything_below(tmp_path) == {
+        *(f"{top}/{name}" for top in ("src", "out") for name in everything_below(source)),
+        "src",
+        "out",
+    }
 
 
-def test_a_source_goes_into_a_directory_that_exists(tmp_path: Path) -> None:
+def test_a_source_goes_into_a_directory_that_exists(sandbox: Sandbox, source: Path, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
-    box = Box({"/workspace/dir": []})
-    send(box, tmp_path / "f", "/workspace/dir")
-    send(box, tmp_path / "f", "/workspace/new/")
-    send(box, tmp_path / "f", "/workspace/name")
-    assert set(box.written) == {"/workspace/dir/f", "/workspace/new/f", "/workspace/name"}
+    sandbox.mkdir("dir")
+    send(sandbox, tmp_path / "f", "/workspace/dir")
+    send(sandbox, tmp_path / "f", "/workspace/new/")
+    send(sandbox, tmp_path / "f", "/workspace/name")
+    send(sandbox, source, "/workspace/dir")
+    names = set(inside(sandbox))
+    assert {"dir/f", "new/f", "name", "dir/src/run.sh"} <= names
+    sandbox.write_file("dir/src/own", "stays")
+    (source / "run.sh").write_text("changed")
+    send(sandbox, source, "/workspace/dir")
+    assert sandbox.read_file("dir/src/own") == b"stays"
+    assert sandbox.read_file("dir/src/run.sh") == b"changed"
+    (tmp_path / "out" / "src").mkdir(parents=True)
+    (tmp_path / "out" / "src" / "mine").write_text("stays")
+    download(sandbox, "/workspace/dir/src", tmp_path / "out", Copied())
+    assert (tmp_path / "out/src/mine").read_text() == "stays"
+    assert (tmp_path / "out/src/run.sh").read_text() == "changed"
 
 
-def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
+def test_a_file_above_the_limit_on_files_goes_both_ways(sandbox: Sandbox, tmp_path: Path) -> None:
+    content = os.urandom(250_000)
+    (tmp_path / "big").write_bytes(content)
+    (tmp_path / "big").chmod(0o640)
+    done = send(sandbox, tmp_path / "big", "/workspace/d/big")
+    assert (done.files, done.bytes) == (1, 250_000)
+    assert sandbox.stat("d/big").mode == "640"
+    assert sandbox.stat("d/big").size == 250_000
+
+
+def test_what_cannot_take_the_place_is_refused(sandbox: Sandbox, source: Path, tmp_path: Path) -> None:
+    sandbox.write_file("file", "x")
+    sandbox.mkdir("d/f")
+    with pytest.raises(ConflictError):
+        send(sandbox, source, "/workspace/file")
+    (tmp_path / "f").write_text("x")
+    with pytest.raises(ConflictError):
+        send(sandbox, tmp_path / "f", "/workspace/d")
+    (tmp_path / "out" / "file").mkdir(parents=True)
+    with pytest.raises(ConflictError):
+        download(sandbox, "/workspace/file", tmp_path / "out", Copied())
     with pytest.raises(NotFoundError):
-        send(Box({}), tmp_path / "nothing", "/workspace/x")
-    with pytest.raises(NotFoundError):
-        fetch({}, "/w", tmp_path / "out")
-    assert everything_below(tmp_path) == set()
+        send(sandbox, tmp_path / "nothing", "/workspace/x")
+    assert sandbox.read_file("file") == b"x"
+
+
+def test_a_copy_that_fails_leaves_nothing(
+    sandbox: Sandbox, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(sandbox, source, "/workspace/there")
+    monkeypatch.setattr(copying, "MAX_ENTRIES", 3)
+    with pytest.raises(PayloadTooLargeError):
+        download(sandbox, "/workspace/there", tmp_path / "out", Copied())
+    with pytest.raises(PayloadTooLargeError):
+        send(sandbox, source, "/workspace/again")
+    assert {path.name for path in tmp_path.iterdir()} == {"src"}
+    assert {entry.name for entry in sandbox.list_files()} == {"there"}
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,41 @@ def test_a_table_outside_a_terminal_is_aligned_text(capsys: pytest.CaptureFixtur
 def test_output_goes_to_its_own_stream_byte_by_byte() -> None:
     program = (
         "from agent_sandbox.cli import output\n"
-        "output.chunk('stdout', 'a\\r\\0é\\udcff')\n"
-        "output.chunk('stderr', 'no newline')\n"
+        "output.raw('stdout', b'a\\r\\0\\xc3\\xa9\\xff')\n"
+        "output.raw('stderr', b'no newline')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20)
     assert (done.stdout, done.stderr) == (b"a\r\0\xc3\xa9\xff", b"no newline")
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "out", "err"),
+    [
+        ([{"type": "stdout", "data": "a"}, {"type": "stdout", "data_b64": "/w=="}], 0, b"a\xff", ""),
+        ([{"type": "stderr", "data": "b"}, {"type": "exit", "exit_code": 7}], 7, b"", "b"),
+        ([{"type": "exit", "signal": 15}], 143, b"", ""),
+        ([{"type": "exit", "exit_code": 127, "message": "x: not found"}], 127, b"", "x: not found\n"),
+        ([{"type": "gap", "bytes": 5}], 0, b"", "agent-sandbox: 5 bytes of output are not kept any more\n"),
+        (
+            [{"type": "exit", "signal": 9, "timed_out": True, "duration_ms": 1500}],
+            137,
+            b"",
+            "agent-sandbox: the command was killed at its deadline, after 1.5 s: --timeout sets it\n",
+        ),
+    ],
+)
+def test_events_become_output_notes_and_a_code(
+    events: list[dict[str, object]], code: int, out: bytes, err: str, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    from agent_sandbox.models import ExecOutputEvent
+
+    assert output.follow((ExecOutputEvent.from_json(event) for event in events), deadline_hint=True) == code
+    seen = capfdbinary.readouterr()
+    assert (seen.out, seen.err) == (out, err.encode())
+
+
+def test_an_end_that_nobody_knows_is_an_error() -> None:
+    from agent_sandbox.models import ExecOutputEvent
+
+    with pytest.raises(errors.BackendError, match="not known"):
+        output.follow([ExecOutputEvent(type="exit")])
