@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 const MAX_LINKS: usize = 40;
 /// Directories that are open at once.
 const MAX_DEPTH: usize = 512;
-/// How often a name may turn out to be something else than a moment ago.
+/// How often one name may turn out to be something else than a moment ago; making it counts once.
 const MAX_SURPRISES: usize = 100;
 
 /// Where a file is to be: an open directory and a name in it that is neither a link nor a directory.
@@ -53,7 +53,15 @@ pub fn target(workspace: &[u8], path: &[u8]) -> Result<Target, Failure> {
     if path.ends_with(b"/") || path.ends_with(b"/.") {
         return Err(Failure::invalid("the path names a directory"));
     }
+    if rest.len() > MAX_DEPTH + 1 {
+        // Before the first directory is made; what links add is counted on the way.
+        return Err(too_deep());
+    }
     Walk { root, stack: Vec::new(), rest, workspace, links: 0 }.run()
+}
+
+fn too_deep() -> Failure {
+    Failure::invalid(format!("the path has more than {MAX_DEPTH} directories"))
 }
 
 fn components(path: &[u8]) -> impl Iterator<Item = Vec<u8>> {
@@ -80,7 +88,7 @@ impl Walk {
                     let parent = self.stack.pop().unwrap_or(self.root);
                     return Ok(Target { parent, name });
                 }
-                Settled::Passed => {}
+                Settled::Passed => surprises = 0,
                 Settled::Again => {
                     surprises += 1;
                     if surprises > MAX_SURPRISES {
@@ -98,7 +106,7 @@ impl Walk {
         match openat(self.here(), name, DIRECTORY, Mode::empty()) {
             Ok(directory) => {
                 if self.stack.len() >= MAX_DEPTH {
-                    return Err(Failure::invalid(format!("the path has more than {MAX_DEPTH} directories")));
+                    return Err(too_deep());
                 }
                 self.stack.push(directory);
                 Ok(Settled::Passed)
@@ -231,6 +239,16 @@ mod tests {
         let root = place.root();
         assert!(target(root.as_bytes(), b"/etc/passwd").is_err());
         assert!(target(root.as_bytes(), format!("{root}x/a").as_bytes()).is_err());
+    }
+
+    #[test]
+    fn parents_are_made_down_to_the_last_depth_or_not_at_all() {
+        let place = Place::new("deep");
+        let below = |name: &str, depth: usize| format!("/{}file", format!("{name}/").repeat(depth));
+        place.put(&below("a", MAX_SURPRISES + 1)).unwrap();
+        place.put(&below("b", MAX_DEPTH)).unwrap();
+        place.refused(&below("c", MAX_DEPTH + 1));
+        assert!(!place.0.join("w/c").exists());
     }
 
     #[test]
