@@ -17,6 +17,7 @@ from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager import Manager
+from agent_sandbox.manager.snapshots import _Writer
 from agent_sandbox.types import EnvironmentInfo, ExecEvent, ExportReport, FileEntry, ResolvedImage, SandboxSpec
 
 
@@ -90,7 +91,7 @@ class Wire(Backend):
         except asyncio.CancelledError:
             if not self.cut:
                 work.cancel()
-                await asyncio.wait([work])
+                await asyncio.gather(work, return_exceptions=True)
             raise
 
     async def destroy(self, id: str) -> None:
@@ -139,6 +140,18 @@ class Wire(Backend):
         await self.inner.import_workspace(id, src, max_bytes)
 
 
+async def _close_only(writer: _Writer, under_way: asyncio.Task[None] | None) -> None:
+    """What the kernel does to a dead server's half-written file, in place of what the server would have done."""
+    if under_way is not None:
+        await asyncio.gather(under_way, return_exceptions=True)
+    if writer._file is not None:
+        writer._file.close()
+
+
+async def _do_nothing(id: str) -> None:
+    """A dead server removes no file."""
+
+
 class Server:
     """One manager after another over one backend and one DATA_DIR, as a machine sees servers come and go."""
 
@@ -162,14 +175,16 @@ class Server:
         self.wire.cut = True
         for event in self.wire.paused.values():
             event.set()
+        fleet.snapshots._abandon = _close_only  # type: ignore[method-assign]
+        fleet.snapshots.delete = _do_nothing  # type: ignore[method-assign]
         await fleet.state.close()
-        await fleet.snapshots.close()
         fleet._lock.release()
         assert fleet._sweeper is not None
         fleet._sweeper.cancel()
         fleet.tasks.cancel()
         await asyncio.wait([fleet._sweeper])
         await fleet.tasks.settle()
+        await fleet.snapshots.close()
 
     async def restart(self) -> Manager:
         await self.crash()

@@ -86,7 +86,7 @@ def test_ranges_are_named(field: str, low: float, high: float) -> None:
 @pytest.mark.parametrize("field", ["memory_mb", "pids_limit", "disk_mb"])
 def test_whole_numbers_only(field: str) -> None:
     with pytest.raises(InvalidRequestError, match="whole number"):
-        build(CreateOptions(**{field: 100.5}))
+        build(asking(**{field: 100.5}))
 
 
 @given(

@@ -118,7 +118,7 @@ class Manager:
         with self._active():
             await self._fleet.observe_all(entry for entry in self._fleet.entries.values() if not entry.expired)
             records = [entry.record for entry in self._fleet.entries.values() if not entry.expired]
-            return sorted(records, key=lambda record: (record.created_at, record.id))
+            return sorted(records, key=lambda record: record.created_at)
 
     async def destroy(self, id: str) -> None:
         """End every process of a sandbox and remove it; its snapshots remain. Works in every state.
@@ -393,7 +393,13 @@ class Manager:
                 source_snapshot_id=None if snapshot is None else snapshot.id,
             )
         )
-        return await self._fleet.tasks.own(self._build(entry, ttl, snapshot), f"create {id}")
+        try:
+            return await self._fleet.tasks.own(self._build(entry, ttl, snapshot), f"create {id}")
+        except asyncio.CancelledError:
+            # It may have become ready in the same moment, and the caller will never learn its id.
+            if not entry.gone:
+                self._fleet.begin_destroy(entry)
+            raise
 
     async def _build(self, entry: Entry, ttl: int, snapshot: SnapshotRecord | None) -> SandboxRecord:
         try:

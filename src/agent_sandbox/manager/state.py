@@ -150,7 +150,11 @@ class StateStore:
     async def put_sandbox(self, record: SandboxRecord, environments: int) -> None:
         """Write a sandbox, new or changed, in one transaction."""
         row = (record.id, record.env_id, record.backend, environments, encode_sandbox(record))
-        await self._write("INSERT OR REPLACE INTO sandboxes VALUES (?, ?, ?, ?, ?)", row)
+        await self._write(
+            "INSERT INTO sandboxes VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET env_id = excluded.env_id,"
+            " backend = excluded.backend, environments = excluded.environments, record = excluded.record",
+            row,
+        )
 
     async def delete_sandbox(self, id: str) -> None:
         """Remove a sandbox's row; nothing happens when there is none."""
@@ -181,7 +185,7 @@ class StateStore:
             if sandbox_id is not None:
                 query, args = query + " WHERE sandbox_id = ?", (sandbox_id,)
             found = []
-            for id, text in self._db().execute(query + " ORDER BY created_at, id", args):
+            for id, text in self._db().execute(query + " ORDER BY created_at, rowid", args):
                 try:
                     found.append(decode_snapshot(text))
                 except UnreadableRecordError as error:
@@ -267,7 +271,7 @@ class StateStore:
 
     def _load_sandboxes(self) -> list[StoredSandbox]:
         found = []
-        for id, env_id, backend, environments, text in self._db().execute("SELECT * FROM sandboxes"):
+        for id, env_id, backend, environments, text in self._db().execute("SELECT * FROM sandboxes ORDER BY rowid"):
             record: SandboxRecord | None
             try:
                 record = decode_sandbox(text)
