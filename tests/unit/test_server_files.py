@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from urllib.parse import quote_from_bytes
 
 import pytest
+from starlette.requests import Request
 
+from agent_sandbox import models
+from agent_sandbox.server import views
 from agent_sandbox.server.codec import encode
+from agent_sandbox.server.files import LONG_LISTING_ENTRIES, list_files
+from agent_sandbox.types import FileEntry
 from tests.unit.server_harness import KEY, Running, running, settings_for
 
 LIMIT = 100_000
@@ -60,6 +69,31 @@ def test_names_are_bytes(server: Running, files: str, name: bytes) -> None:
 
 def test_a_plus_is_a_space_and_an_encoded_slash_a_slash(server: Running, files: str) -> None:
     assert server.call("PUT", files + "?path=d%2Fa+b", b"").json["path"] == "/workspace/d/a b"
+
+
+@pytest.mark.parametrize("count", [LONG_LISTING_ENTRIES - 1, LONG_LISTING_ENTRIES, LONG_LISTING_ENTRIES + 1])
+def test_a_long_listing_is_made_off_the_loop_and_reads_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: set[bool] = set()
+
+    def show(entry: FileEntry) -> models.FileInfo:
+        made.add(threading.current_thread() is threading.main_thread())
+        return file(entry)
+
+    file = views.file
+    monkeypatch.setattr(views, "file", show)
+    names = [f"{n:05d}" for n in range(count - 1)] + ["\udcff"]
+    entries = [FileEntry(name, f"/workspace/{name}", "file", 1, 0o644, 5) for name in names]
+
+    class Listing:
+        async def list_files(self, id: str, path: str) -> tuple[str, list[FileEntry]]:
+            return path, entries
+
+    app = SimpleNamespace(state=SimpleNamespace(manager=Listing()))
+    request = Request({"type": "http", "query_string": b"", "app": app})
+    reply = asyncio.run(list_files("sb1", request))
+    shown = json.loads(bytes(reply.body))
+    assert [entry["name"] for entry in shown["entries"]] == names
+    assert made == {count <= LONG_LISTING_ENTRIES}
 
 
 def test_json_says_names_that_are_not_utf8_as_surrogate_escapes() -> None:
