@@ -14,6 +14,7 @@
 //! A deadline that passes after the command's own end changes nothing: the outcome is known and only its
 //! delivery waits for credit.
 
+use crate::config::Config;
 use crate::conn::{Fate, Stream};
 use crate::daemon::{Daemon, SCRATCH};
 use crate::errors::{Code, Failure, words};
@@ -24,6 +25,7 @@ use crate::supervisor::{self, Descriptors, KILL, REPORT_BYTES, Report, Stage};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use rustix::pipe::PipeFlags;
+use rustix::process::{Gid, Uid};
 use std::future::pending;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::rc::Rc;
@@ -152,8 +154,8 @@ pub async fn run(daemon: Rc<Daemon>, stream: Rc<Stream>, request: Request) {
 
 fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Running, Failure> {
     let started = Instant::now();
-    let (stdout, stdout_child) = output_pipe()?;
-    let (stderr, stderr_child) = output_pipe()?;
+    let (stdout, stdout_child) = output_pipe(&daemon.config)?;
+    let (stderr, stderr_child) = output_pipe(&daemon.config)?;
     let flags = SocketFlags::CLOEXEC;
     let (control, control_child) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
@@ -199,9 +201,11 @@ fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Ru
     })
 }
 
-/// A pipe whose reading end, ours, does not block.
-fn output_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
+/// A pipe whose reading end, ours, does not block. It belongs to the command, which could not open `/dev/stderr`
+/// otherwise; where the system gives pipes no owner it stays as it is.
+fn output_pipe(config: &Config) -> Result<(OwnedFd, OwnedFd), Failure> {
     let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    let _ = rustix::fs::fchown(&write, Some(Uid::from_raw(config.uid)), Some(Gid::from_raw(config.gid)));
     rustix::io::ioctl_fionbio(&read, true)?;
     Ok((read, write))
 }

@@ -208,11 +208,15 @@ enum Reaped {
     Empty,
 }
 
-/// Reap whatever has ended, and report the command's own end.
+/// Reap whatever has ended, and report the command's own end, once: its number may be given out again.
+///
+/// A child can ask its parent to trace it (PTRACE_TRACEME), and then each of its signals stops it and looks like an end
+/// to `wait4`. Nobody here wants to trace, so it is let go with the signal that it was about to get, except the one that
+/// only tells a tracer of a new program.
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn reap(command: pid_t) -> Reaped {
+unsafe fn reap(command: &mut pid_t) -> Reaped {
     let mut result = Reaped::None;
     loop {
         // SAFETY: the kernel fills both structures.
@@ -223,8 +227,15 @@ unsafe fn reap(command: pid_t) -> Reaped {
             if pid <= 0 {
                 return if pid < 0 { Reaped::Empty } else { result };
             }
+            if libc::WIFSTOPPED(status) {
+                let signal = libc::WSTOPSIG(status);
+                let passed = if signal == libc::SIGTRAP { 0 } else { signal };
+                libc::ptrace(libc::PTRACE_DETACH, pid, NONE, passed as c_ulong);
+                continue;
+            }
             result = Reaped::Some;
-            if pid == command {
+            if pid == *command {
+                *command = 0;
                 let micros = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
                 let (user_us, system_us) = (micros(usage.ru_utime), micros(usage.ru_stime));
                 let max_rss_kb = usage.ru_maxrss as u64;
@@ -265,17 +276,17 @@ fn seconds() -> i64 {
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn watch(command: pid_t) -> ! {
+unsafe fn watch(mut command: pid_t) -> ! {
     let mut connected = true;
     let mut doomed = false;
     // SAFETY: as the functions called say; this process does nothing else.
     unsafe {
         loop {
-            if reap(command) == Reaped::Empty {
+            if reap(&mut command) == Reaped::Empty {
                 libc::_exit(0);
             }
             if doomed {
-                kill_tree(command);
+                kill_tree(&mut command);
             }
             if pause(connected, if doomed { 100 } else { -1 }) {
                 let mut message = 0u8;
@@ -285,7 +296,7 @@ unsafe fn watch(command: pid_t) -> ! {
                 }
                 if count == 0 || (count == 1 && message == KILL) {
                     doomed = true;
-                    let empty = kill_tree(command);
+                    let empty = kill_tree(&mut command);
                     Report::Killed { empty }.send(CONTROL);
                 }
             }
@@ -302,7 +313,7 @@ unsafe fn watch(command: pid_t) -> ! {
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn kill_tree(command: pid_t) -> bool {
+unsafe fn kill_tree(command: &mut pid_t) -> bool {
     let end = seconds() + KILL_SECONDS;
     let mut quiet = 0;
     loop {

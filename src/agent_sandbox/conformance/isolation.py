@@ -36,6 +36,15 @@ AARCH64 = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "add_key": 217, "request_key": 218,
     "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "open_by_handle_at": 265,
 }  # fmt: skip
+TRACING = """
+import ctypes, errno, os, signal, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+TRACE_ME, CONTINUE, ATTACH, SET_OPTIONS, SEIZE, TRACE_EXIT = 0, 7, 16, 0x4200, 0x4206, 0x40
+def ptrace(*args):
+    ctypes.set_errno(0)
+    return 'ok' if libc.ptrace(*args) >= 0 else errno.errorcode[ctypes.get_errno()]
+"""
 NAMESPACES = {"newns": 0x20000, "newuts": 0x4000000, "newipc": 0x8000000, "newuser": 0x10000000, "newpid": 0x20000000,
               "newnet": 0x40000000, "newcgroup": 0x2000000}  # fmt: skip
 
@@ -208,6 +217,64 @@ except OSError as e: print('kill', e.errno)
     async def test_kill_everything_only_kills_the_own(self, box: Box) -> None:
         await box.run("kill -9 -1; echo gone", timeout=10)
         assert await box.shell("echo alive") == "alive\n"
+
+    async def test_no_process_is_traced_that_did_not_ask_for_it(self, box: Box) -> None:
+        """Two that trace each other with exit stops (0x40) could never be ended again, not even by their control group."""
+        program = (
+            TRACING
+            + """
+child = os.fork()
+if child == 0: time.sleep(60)
+for request in (ATTACH, SEIZE):
+    print(ptrace(request, child, 0, TRACE_EXIT))
+os.kill(child, 9)
+os.waitpid(child, 0)
+child = os.fork()
+if child == 0:
+    ptrace(TRACE_ME, 0, 0, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print(os.WSTOPSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1)
+os.kill(child, 9)
+"""
+        )
+        assert (await box.python(program)).text.split() == ["EPERM", "EPERM", "True"]
+
+    async def test_a_command_that_asks_to_be_traced_ends_when_it_ends(self, box: Box) -> None:
+        program = (
+            TRACING
+            + """
+signal.signal(signal.SIGUSR1, lambda *_: print('heard'))
+print(ptrace(TRACE_ME, 0, 0, 0), flush=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.stdout.flush()
+os.execv('/bin/sh', ['sh', '-c', 'echo went on; exit 7'])
+"""
+        )
+        result = await box.python(program)
+        assert (result.text, result.exit.code) == ("ok\nheard\nwent on\n", 7)
+
+    async def test_exit_stops_do_not_outlive_the_deadline(self, box: Box) -> None:
+        program = (
+            TRACING
+            + """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # one that came would stop a tracee
+def descend(depth):
+    child = os.fork()
+    if child == 0:
+        ptrace(TRACE_ME, 0, 0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if depth: descend(depth - 1)
+        while True: time.sleep(66666)
+    os.waitpid(child, 0)
+    print(ptrace(SET_OPTIONS, child, 0, TRACE_EXIT), ptrace(CONTINUE, child, 0, 0), flush=True)
+    while True: time.sleep(66666)
+descend(3)
+"""
+        )
+        result = await box.python(program, timeout=3)
+        assert result.exit.timed_out
+        assert result.text == "ok ok\n" * 4
+        assert await box.gone("66666")
 
     async def test_no_setuid_program_helps(self, box: Box) -> None:
         assert (await box.run("find / -xdev -perm -4000 -exec {} --help \\; 2>/dev/null; id -u")).text.splitlines()[-1] \
