@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +16,8 @@ from collections.abc import Iterator
 from agent_sandbox.client import SandboxClient
 from agent_sandbox.errors import SandboxError
 
-KEY = "e2e-key-0123456789abcdef"
+KEY = f"e2e-key-{secrets.token_hex(8)}"
+"""Of this run alone: a test looks for it in what every process shows, and another run may be on the machine."""
 PROGRAM = str(pathlib.Path(sys.executable).parent / "agent-sandbox")
 
 

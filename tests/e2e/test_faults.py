@@ -238,8 +238,8 @@ def test_f37_keys_are_never_to_be_seen(server: Served, client: SandboxClient, sa
     sandbox.exec("true", env={"SECRET": "exec-secret-value"})
     with client.create(env={"TOKEN": "sandbox-secret-value"}) as other:
         assert other.exec("echo $TOKEN").stdout == "sandbox-secret-value\n"
-        with pytest.raises(SandboxError):
-            SandboxClient(server.url, "wrong-key-0123456789").list_sandboxes()
+        with pytest.raises(SandboxError), SandboxClient(server.url, "wrong-key-0123456789") as stranger:
+            stranger.list_sandboxes()
         with pytest.raises(InvalidRequestError):
             other.exec("true", workdir="/nope", env={"T": "exec-secret-value"})
         keys = [place.read_bytes() for place in (server.data / "runc" / "env").glob("*/key")]
