@@ -37,7 +37,7 @@ def make_settings(data_dir: Path, **changes: Any) -> Settings:
 
 
 class Wire(Backend):
-    """Passes calls to a backend until it is cut. ``paused`` holds calls of a method back while it is cleared."""
+    """Passes calls to a backend until it is cut; :meth:`hold` keeps calls of one method back."""
 
     name = "fake"
 
@@ -47,22 +47,25 @@ class Wire(Backend):
         self.cut = False
         self.paused: dict[str, asyncio.Event] = {}
         self.arrived: dict[str, asyncio.Event] = {}
+        self.only: dict[str, str] = {}
         self.calls: list[tuple[str, str]] = []
 
-    def hold(self, method: str) -> asyncio.Event:
-        """Hold calls of ``method``; give the event that is set when one has arrived. :meth:`free` lets them go."""
+    def hold(self, method: str, id: str = "") -> asyncio.Event:
+        """Hold calls of ``method``, or those on one id; give the event that is set when one has come."""
+        self.only[method] = id
         self.paused[method] = asyncio.Event()
         self.arrived[method] = asyncio.Event()
         return self.arrived[method]
 
     def free(self, method: str) -> None:
+        """Let the calls that are held go, and those that come."""
         self.paused.pop(method).set()
 
     async def _pass(self, method: str, id: str = "") -> None:
         if self.cut:
             raise BackendError("this server has crashed")
         self.calls.append((method, id))
-        if method in self.paused:
+        if method in self.paused and self.only[method] in ("", id):
             self.arrived[method].set()
             await self.paused[method].wait()
         if self.cut:

@@ -459,15 +459,101 @@ async def test_an_old_environment_that_cannot_be_removed_is_tried_again(server: 
 async def test_destroying_also_waits_for_the_environment_that_a_rollback_left(server: Server) -> None:
     sandbox = await server.manager.create(CreateOptions())
     snapshot = await server.manager.snapshot(sandbox.id)
-    arrived = server.wire.hold("destroy")
+    arrived = server.wire.hold("destroy", sandbox.env_id)
     await server.manager.rollback(sandbox.id, snapshot.id)
     await arrived.wait()
     ending = asyncio.create_task(server.manager.destroy(sandbox.id))
+    while f"{sandbox.id}-2" in await server.fake.list_ids():
+        await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     assert not ending.done()
     server.wire.free("destroy")
     await ending
     assert await server.fake.list_ids() == []
+
+
+class SlowSwap:
+    """Holds the transaction that puts a rollback's environment in place."""
+
+    def __init__(self, server: Server, env_id: str) -> None:
+        self.arrived, self.go = asyncio.Event(), asyncio.Event()
+        state = server.manager._fleet.state
+        put = state.put_sandbox
+
+        async def slow(record: SandboxRecord, environments: int) -> None:
+            if record.env_id == env_id and not self.arrived.is_set():
+                self.arrived.set()
+                await self.go.wait()
+            await put(record, environments)
+
+        state.put_sandbox = slow  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("end", ["cancel", "destroy", "close"])
+async def test_a_swap_under_way_is_not_split(server: Server, end: str) -> None:
+    """Cancelled while its transaction is on the way to the disk, the rollback has happened, as a whole."""
+    sandbox = await server.manager.create(CreateOptions())
+    await server.manager.write_file(sandbox.id, "x", b"old", 0o644)
+    snapshot = await server.manager.snapshot(sandbox.id)
+    await server.manager.write_file(sandbox.id, "x", b"new", 0o644)
+    swap = SlowSwap(server, f"{sandbox.id}-2")
+    rollback = asyncio.create_task(server.manager.rollback(sandbox.id, snapshot.id))
+    await swap.arrived.wait()
+    ending: asyncio.Task[None] | None = None
+    if end == "cancel":
+        rollback.cancel()
+    else:
+        work = server.manager.destroy(sandbox.id) if end == "destroy" else server.manager.close()
+        ending = asyncio.create_task(work)
+    await asyncio.sleep(0.05)
+    assert not rollback.done()
+    swap.go.set()
+    with pytest.raises({"cancel": asyncio.CancelledError, "destroy": NotFoundError, "close": BackendError}[end]):
+        await rollback
+    if ending is not None:
+        await ending
+    if end == "close":
+        await server.start()
+    if end == "destroy":
+        await nothing_is_left(server)
+        return
+    rolled = await server.manager.get(sandbox.id)
+    assert (rolled.env_id, rolled.source_snapshot_id) == (f"{sandbox.id}-2", snapshot.id)
+    assert await server.manager.read_file(sandbox.id, "x") == b"old"
+    await nothing_is_left(server, rolled)
+
+
+async def test_a_renewal_while_the_swap_is_written_loses_neither(server: Server) -> None:
+    sandbox = await server.manager.create(CreateOptions(timeout_seconds=10))
+    snapshot = await server.manager.snapshot(sandbox.id)
+    swap = SlowSwap(server, f"{sandbox.id}-2")
+    rollback = asyncio.create_task(server.manager.rollback(sandbox.id, snapshot.id))
+    await swap.arrived.wait()
+    renewal = asyncio.create_task(server.manager.set_timeout(sandbox.id, 77))
+    await asyncio.sleep(0.05)
+    swap.go.set()
+    await asyncio.gather(rollback, renewal)
+    expected = (f"{sandbox.id}-2", server.clock.now + 77)
+    (record,) = await server.manager.list_sandboxes()
+    assert (record.env_id, record.expires_at) == expected
+    (record,) = await (await server.restart()).list_sandboxes()
+    assert (record.env_id, record.expires_at) == expected
+
+
+async def test_a_creation_whose_reply_is_lost_leaves_nothing(server: Server) -> None:
+    """The caller goes away after the sandbox became ready, before it could be told the id."""
+    tasks = server.manager._fleet.tasks
+    making = asyncio.create_task(server.manager.create(CreateOptions()))
+    while not len(tasks):
+        await asyncio.sleep(0)
+    while len(tasks):
+        await asyncio.sleep(0)
+    assert [entry.state for entry in server.manager._fleet.entries.values()] == ["running"]
+    assert not making.done()
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    await nothing_is_left(server)
 
 
 # -- snapshots ---------------------------------------------------------------------------------------------------
@@ -539,3 +625,24 @@ async def test_closing_ends_what_is_under_way_and_keeps_the_rest(server: Server)
     await server.start()
     assert await server.manager.get(sandbox.id) == dataclasses.replace(sandbox)
     await nothing_is_left(server, sandbox)
+
+
+async def test_nothing_is_begun_while_closing(server: Server) -> None:
+    manager = server.manager
+    sandbox = await manager.create(CreateOptions())
+    resolving, destroying = server.wire.hold("resolve_image"), server.wire.hold("destroy")
+    making = asyncio.create_task(manager.create(CreateOptions()))
+    ending = asyncio.create_task(manager.destroy(sandbox.id))
+    await resolving.wait()
+    await destroying.wait()
+    closing = asyncio.create_task(manager.close())
+    await asyncio.sleep(0.01)
+    server.wire.free("resolve_image")
+    with pytest.raises(BackendError, match="shutting down"):
+        await making
+    assert not closing.done()  # it waits for the destruction
+    server.wire.free("destroy")
+    await asyncio.gather(closing, ending)
+    assert [id for method, id in server.wire.calls if method == "create"] == [sandbox.env_id]
+    await server.start()
+    await nothing_is_left(server)

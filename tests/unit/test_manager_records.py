@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -154,6 +155,10 @@ def test_a_missing_or_wrong_field_of_a_snapshot_is_noticed(name: str) -> None:
         changed(SANDBOX_V1, "state", to="paused"),
         changed(SANDBOX_V1, "spec", "network", to="some"),
         changed(SANDBOX_V1, "spec", "env", to={"A": 1}),
+        changed(SANDBOX_V1, "created_at", to=math.nan),
+        changed(SANDBOX_V1, "expires_at", to=math.inf),
+        changed(SANDBOX_V1, "spec", "cpus", to=-math.inf),
+        SANDBOX_V1.replace('"created_at":', '"created_at":1e999,"x":'),
         "[" * 100_000,
     ],
 )

@@ -246,6 +246,15 @@ async def test_a_damaged_snapshot_row_is_left_out_and_can_be_deleted(
     assert await store.delete_snapshot(SNAPSHOT.id)
 
 
+@pytest.mark.parametrize("id", ["\ud800", "snap\0", "é", "?", "x" * 100_000], ids=ascii)
+async def test_an_id_that_no_snapshot_can_have_is_not_found(store: StateStore, id: str) -> None:
+    await store.put_snapshot(SNAPSHOT)
+    with pytest.raises(NotFoundError):
+        await store.get_snapshot(id)
+    assert not await store.delete_snapshot(id)
+    assert await store.list_snapshots(id) == []
+
+
 async def test_a_full_disk_is_a_limit_and_leaves_the_database_usable(store: StateStore) -> None:
     await store.put_sandbox(SANDBOX, 3)
     pages = await store._call(lambda: store._db().execute("PRAGMA page_count").fetchone()[0])
@@ -302,6 +311,15 @@ def test_one_server_for_a_data_directory(tmp_path: Path) -> None:
     second.acquire()
     second.release()
     second.release()
+
+
+def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("directory", "link"):
+        with pytest.raises(BackendError, match=f"{tmp_path / name}: .*remove it"):
+            DataLock(tmp_path / name).acquire()
+    assert not (tmp_path / "target").exists()
 
 
 def test_the_lock_goes_with_its_process(tmp_path: Path) -> None:

@@ -268,7 +268,6 @@ class Fleet:
                 log.warning("sandbox %s is gone: its environment was removed while no server ran", entry.record.id)
                 await self.state.delete_sandbox(entry.record.id)
                 del self.entries[entry.record.id]
-        await self.observe_all(entry for entry in self.entries.values() if entry.record.backend == name)
         mapped = {entry.record.env_id for entry in self.entries.values()}
         for env_id in sorted(listed - mapped):
             if any(_belongs(env_id, row) for row in self.unreadable.values()):

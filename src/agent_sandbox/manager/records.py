@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -207,6 +208,8 @@ def _typed(table: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
         value = float(value)
     if type(value) is not kind:
         raise TypeError(f"{name} is not of type {kind.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is not a finite number")
     return value
 
 

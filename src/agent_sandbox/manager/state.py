@@ -99,8 +99,16 @@ class DataLock:
         self._fd: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock or raise :class:`ConflictError`, which names the process that has it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Take the lock or raise :class:`ConflictError`, which names the process that has it.
+
+        :class:`BackendError` when what stands there is no file that could be locked.
+        """
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise BackendError(
+                f"cannot use the lock {self._path}: {error.strerror}; it is a file of the server's own: remove it"
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -169,7 +177,7 @@ class StateStore:
         """One snapshot. :class:`NotFoundError`; :class:`UnreadableRecordError`."""
 
         def read() -> SnapshotRecord:
-            row = self._db().execute("SELECT record FROM snapshots WHERE id = ?", (id,)).fetchone()
+            row = self._db().execute("SELECT record FROM snapshots WHERE id = ?", (_key(id),)).fetchone()
             if row is None:
                 raise NotFoundError(f"snapshot {id} does not exist, or no longer does")
             return decode_snapshot(row[0])
@@ -183,7 +191,7 @@ class StateStore:
             query = "SELECT id, record FROM snapshots"
             args: tuple[str, ...] = ()
             if sandbox_id is not None:
-                query, args = query + " WHERE sandbox_id = ?", (sandbox_id,)
+                query, args = query + " WHERE sandbox_id = ?", (_key(sandbox_id),)
             found = []
             for id, text in self._db().execute(query + " ORDER BY created_at, rowid", args):
                 try:
@@ -200,7 +208,7 @@ class StateStore:
 
     async def delete_snapshot(self, id: str) -> bool:
         """Remove a snapshot's row; whether there was one."""
-        return await self._write("DELETE FROM snapshots WHERE id = ?", (id,)) > 0
+        return await self._write("DELETE FROM snapshots WHERE id = ?", (_key(id),)) > 0
 
     async def _write(self, statement: str, args: tuple[object, ...]) -> int:
         def write() -> int:
@@ -282,6 +290,11 @@ class StateStore:
                 record = None
             found.append(StoredSandbox(str(id), str(env_id), str(backend), environments if record else 0, record))
         return found
+
+
+def _key(id: str) -> str:
+    """Give an id as the database can take it: a caller's may hold lone surrogates, and ours are ASCII."""
+    return id.encode("ascii", "replace").decode("ascii")
 
 
 def _translate(error: sqlite3.Error, path: Path) -> SandboxError:
