@@ -217,7 +217,9 @@ async def test_an_id_is_taken_once(backend: OciBackend) -> None:
     assert await run(backend, "sb1-1", "echo alive") == ("alive\n", 0)
 
 
-@pytest.mark.parametrize("loss", ["state", "record", "directory", "mount", "daemon", "bundle", "groups"])
+@pytest.mark.parametrize(
+    "loss", ["state", "record", "nested", "kinds", "directory", "mount", "daemon", "bundle", "groups"]
+)
 async def test_destroy_with_any_part_lost(backend: OciBackend, settings: Settings, loss: str) -> None:
     await backend.create("sb1-1", SPEC)
     home = settings.data_dir / "runc" / "env" / "sb1-1"
@@ -230,6 +232,12 @@ async def test_destroy_with_any_part_lost(backend: OciBackend, settings: Setting
         case "record":
             (home / "spec.json").write_bytes(b"{")
             (state / "state.json").write_bytes(b'{"init_process_pid": ')
+        case "nested":
+            (home / "spec.json").write_bytes(b"[" * 200_000)
+        case "kinds":
+            for name in ("spec.json", "key"):
+                (home / name).unlink()
+                (home / name).mkdir()
         case "directory":
             for name in ("spec.json", "key", "sock", "config.json"):
                 (home / name).unlink()

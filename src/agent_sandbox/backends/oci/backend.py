@@ -281,7 +281,11 @@ class OciBackend(GuestBackend):
 
     async def _end(self, id: str) -> None:
         """End every process of the environment; return when none is left."""
-        await self._thread(self._environment(id).forget)
+        try:
+            await self._thread(self._environment(id).forget)
+        except OSError as error:
+            # A damaged directory, or a disk that has become read-only, must not keep processes alive.
+            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
         self._records.pop(id, None)
         await self.drop_guest(id)
         await self._thread(self._kill, id)

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from agent_sandbox.backends.oci import mounts
 from agent_sandbox.backends.oci.disk import Disk
 from agent_sandbox.errors import BackendError, NotFoundError
@@ -86,16 +88,14 @@ class Environment:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
         try:
             with self._record.open("rb") as file:
-                raw = file.read(_RECORD_BYTES + 1)
+                stored = msgspec.convert(json.loads(file.read(_RECORD_BYTES + 1)), _Stored)
+            if stored.version != VERSION or stored.id != self.id:
+                raise ValueError("another version or environment")
         except FileNotFoundError:
             raise NotFoundError(f"there is no environment {self.id}") from None
-        try:
-            value = json.loads(raw)
-            if value["version"] != VERSION or value["id"] != self.id:
-                raise ValueError("another version or environment")
-            return Record(self.id, _spec_from_json(value["spec"]), Path(value["rootfs"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+        return Record(self.id, stored.spec, Path(stored.rootfs))
 
     def key(self) -> bytes:
         """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
@@ -103,6 +103,8 @@ class Environment:
             key = self._key.read_bytes()
         except FileNotFoundError:
             raise NotFoundError(f"there is no environment {self.id}") from None
+        except OSError as error:
+            raise BackendError(f"the key of environment {self.id} is damaged; destroy it") from error
         if len(key) != KEY_BYTES:
             raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
         return key
@@ -201,9 +203,14 @@ def _directory(path: Path) -> Any:
         os.close(descriptor)
 
 
+class _Stored(msgspec.Struct):
+    """The record as it must be on the disk. The decoder checks every type, down to each variable's."""
+
+    version: int
+    id: str
+    rootfs: str
+    spec: SandboxSpec
+
+
 def _spec_to_json(spec: SandboxSpec) -> dict[str, Any]:
     return {**{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}, "env": dict(spec.env)}
-
-
-def _spec_from_json(value: dict[str, Any]) -> SandboxSpec:
-    return SandboxSpec(**value)
