@@ -40,7 +40,7 @@ class SandboxSpec:
     read_only_rootfs: bool = True
     uid: int = 1000
     gid: int = 1000
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -716,6 +716,7 @@ async def test_no_secret_is_logged_or_shown(server: Server, manager: Manager, ca
     assert "hunter2" not in repr(options)
     sandbox = await manager.create(options)
     snapshot = await manager.snapshot(sandbox.id)
+    assert "hunter2" not in repr((sandbox, snapshot))
     server.fake.failures["create"] = [BackendError("no")]
     with pytest.raises(BackendError):
         await manager.fork(snapshot.id, ForkOptions())

@@ -93,6 +93,8 @@ class Fleet:
                     self._down[name] = error.message
                     log.warning("backend %s is down: %s", name, error)
         except BaseException:
+            self.tasks.cancel()
+            await self.tasks.settle(_CLOSE_SECONDS)
             await self._let_go()
             raise
         self._sweeper = asyncio.create_task(self._sweep_for_ever(), name="sweep")
