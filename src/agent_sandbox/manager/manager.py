@@ -12,7 +12,7 @@ The rules
   nothing of the old one is touched.
 
 Lifecycle states are in ``lifecycle.py``, the order of calls on one sandbox in ``entries.py``, what happens at start
-and on every sweep in ``fleet.py``.
+and on every sweep in ``fleet.py``. This file is longer than its neighbours because every public call stands in it.
 """
 
 from __future__ import annotations
