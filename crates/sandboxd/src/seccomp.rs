@@ -11,6 +11,9 @@
 //! killed, and nothing ends them any more, not even their control group. Those who trace only their own children
 //! cannot form such a ring; nor can one command's tracer hold the dead of another's tree.
 //!
+//! A changed limit of core dumps is answered by success and nothing happens: programs insist on setting it to 0 (key
+//! agents end without it), but the launcher's 1 is what dumps nothing (`launch.rs`).
+//!
 //! The kernel reads `int` arguments as their low 32 bits, so the filter compares exactly those and never the
 //! high half, which a caller may fill as it likes.
 
@@ -27,6 +30,7 @@ const X32_BIT: u32 = 0x4000_0000;
 
 const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
 const EPERM: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+const DONE: u32 = libc::SECCOMP_RET_ERRNO;
 const ENOSYS: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
 
 /// `clone` has its exit signal in the low byte, where `unshare` has CLONE_NEWTIME.
@@ -125,6 +129,21 @@ pub fn filter() -> Vec<sock_filter> {
         answer(ALLOW),
     ];
     when(&mut program, libc::SYS_ptrace as u32, &requests);
+    let core = libc::RLIMIT_CORE;
+    let limits = [load_argument(0), branch(BPF_JEQ, core, 0, 1), answer(DONE), answer(ALLOW)];
+    when(&mut program, libc::SYS_setrlimit as u32, &limits);
+    let limits = [
+        load_argument(1),
+        branch(BPF_JEQ, core, 0, 5),
+        // Without new values, a null pointer, it only asks.
+        load_argument(2),
+        branch(BPF_JEQ, 0, 0, 2),
+        load(16 + 8 * 2 + 4),
+        branch(BPF_JEQ, 0, 1, 0),
+        answer(DONE),
+        answer(ALLOW),
+    ];
+    when(&mut program, libc::SYS_prlimit64 as u32, &limits);
     let families = [
         load_argument(0),
         branch(BPF_JEQ, libc::AF_UNIX as u32, 5, 0),
@@ -237,6 +256,19 @@ mod tests {
         for request in 0..0x4300u32 {
             let expected = if ATTACHING.contains(&request) { EPERM } else { ALLOW };
             assert_eq!(answer_to(libc::SYS_ptrace, first(request.into())), expected, "{request:#x}");
+        }
+    }
+
+    #[test]
+    fn the_limit_of_core_dumps_stays() {
+        let core = u64::from(libc::RLIMIT_CORE);
+        for high in [0, 0xffff_ffff_0000_0000u64] {
+            assert_eq!(answer_to(libc::SYS_setrlimit, first(core | high)), DONE);
+            assert_eq!(answer_to(libc::SYS_setrlimit, first(7 | high)), ALLOW);
+            for (new, expected) in [(0, ALLOW), (1, DONE), (1 << 32, DONE), (u64::MAX, DONE)] {
+                assert_eq!(answer_to(libc::SYS_prlimit64, [0, core | high, new, 0, 0, 0]), expected);
+                assert_eq!(answer_to(libc::SYS_prlimit64, [0, 7 | high, new, 0, 0, 0]), ALLOW);
+            }
         }
     }
 

@@ -118,6 +118,16 @@ class LimitSuite(SuiteBase):
         await box.shell("rm fill; echo back > again")
         assert await box.get("again") == b"back\n"
 
+    async def test_f35_an_export_of_too_many_names_fails_and_hurts_nobody(self, backend: Backend) -> None:
+        """The names of a directory are sorted in the daemon's memory, which is the sandbox's: more than fit are refused."""
+        box = await self.new_box(backend, memory_mb=32)
+        made = "import os\nopen('a0', 'w')\nfor n in range(60_000): os.link('a0', f'{n:0250}')\n" \
+               "open('a1', 'w')\nfor n in range(60_000, 120_000): os.link('a1', f'{n:0250}')\nprint('made')"  # fmt: skip
+        assert (await box.python(made, timeout=100)).text == "made\n"
+        with pytest.raises(LimitExceededError):
+            await box.export()
+        assert await box.shell("echo alive") == "alive\n"
+
     async def test_f35_inodes(self, box: Box) -> None:
         made = "import os\nn = 0\ntry:\n while n < 2_000_000: open(f'i{n}', 'w').close(); n += 1\nexcept OSError as e: print(e.errno)"
         assert (await box.python(made, timeout=100)).text == "28\n"
@@ -276,6 +286,16 @@ descend(3)
         assert result.text == "ok ok\n" * 4
         assert await box.gone("66666")
 
+    async def test_a_crash_starts_nothing_on_the_host(self, box: Box) -> None:
+        """core(5): 1 is the only limit at which a ``core_pattern`` that is a program does not run, so it must stay."""
+        program = (
+            "import os, resource as r\nr.setrlimit(r.RLIMIT_CORE, (0, 0))\nr.setrlimit(r.RLIMIT_CORE, (-1, -1))\n"
+            "r.prlimit(0, r.RLIMIT_CORE, (0, 0))\nr.setrlimit(r.RLIMIT_NOFILE, (99, 99))\n"
+            "print(r.getrlimit(r.RLIMIT_CORE), r.getrlimit(r.RLIMIT_NOFILE), flush=True)\nos.abort()"
+        )
+        result = await box.python(program)
+        assert (result.text, result.exit.signal) == ("(1, 1) (99, 99)\n", 6)
+
     async def test_no_setuid_program_helps(self, box: Box) -> None:
         assert (await box.run("find / -xdev -perm -4000 -exec {} --help \\; 2>/dev/null; id -u")).text.splitlines()[-1] \
             == str(box.spec.uid)  # fmt: skip
@@ -367,6 +387,12 @@ if T is X: print('x32', call(0x40000000 + 39))
     async def test_proc_and_sys_are_masked(self, box: Box) -> None:
         for path in ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats"):
             assert (await box.run(f"head -c 1 {path} 2>/dev/null")).stdout == b"", path
+        for path in ("/proc/diskstats", "/proc/partitions", "/proc/locks", "/proc/cmdline", "/proc/key-users"):
+            assert (await box.run(f"cat {path} 2>/dev/null")).stdout == b"", path
+        listed = await box.run(
+            "ls -A /proc/fs /sys/fs /sys/block /sys/class/block /sys/dev/block 2>/dev/null | grep -v :$ | grep ."
+        )
+        assert listed.stdout == b""  # each sandbox's disk is a device of the host
         assert (await box.run("ls /sys/firmware /proc/acpi /proc/scsi 2>/dev/null | grep -v :$ | grep .")).stdout == b""
 
     async def test_nothing_of_the_host_is_to_be_seen(self, box: Box) -> None:

@@ -4,7 +4,7 @@ The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The runtime copies the file into its state.
 * ``/proc`` hides other users' processes (``hidepid=2``), so a command does not see the daemon. What tells about the
-  host or changes it is masked or read-only, the same list that container engines use.
+  host or changes it is masked or read-only, the list that container engines use, and more.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory,
   ``/workspace`` is on its own disk, the others are small and root's.
 * The daemon is bound from the host into ``/run``, a file system of the sandbox's own, so images need no place for it.
@@ -36,6 +36,9 @@ CPU_PERIOD_US = 100_000
 """The kernel's default period; with it the smallest quota, 1 ms, is a hundredth of a core."""
 NOFILE = 20_000
 """Descriptors of a process: enough for servers and build tools, and a bound on loops that close "all" of them."""
+CORE = 1
+"""No core dump at all. 0 would still start the host's handler, as the host's root, where ``core_pattern`` is a program
+(core(5)); with 1 the kernel gives up before."""
 SHM_MB = 64
 """Size of /dev/shm, at most half of the memory: the default of container engines."""
 MIB = 1024 * 1024
@@ -45,20 +48,31 @@ _UNLIMITED = 1 << 64
 MASKED = (
     "/proc/acpi",
     "/proc/asound",
+    "/proc/cmdline",
+    "/proc/diskstats",
+    "/proc/fs",
     "/proc/interrupts",
     "/proc/kcore",
+    "/proc/key-users",
     "/proc/keys",
     "/proc/latency_stats",
+    "/proc/locks",
+    "/proc/partitions",
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/timer_list",
     "/proc/timer_stats",
+    "/sys/block",
+    "/sys/class/block",
+    "/sys/dev/block",
     "/sys/devices/virtual/block",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
     "/sys/fs",
 )
-READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+"""More than engines mask by default: each sandbox's disk is a device of the host, so what lists devices, mounted file
+systems and locks tells of all sandboxes; the kernel's command line may hold what is the host's alone."""
+READ_ONLY = ("/proc/bus", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,7 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             "noNewPrivileges": True,
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "soft": nofile, "hard": nofile},
-                {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},
+                {"type": "RLIMIT_CORE", "soft": CORE, "hard": CORE},
             ],
         },
         "mounts": mounts(spec, layout),
