@@ -87,7 +87,9 @@ def test_what_is_no_file_is_damage_too(environment: Environment, name: str, kind
 
 
 def test_what_is_missing_is_not_found(environment: Environment) -> None:
+    assert environment.is_known()
     environment.forget()
+    assert not environment.is_known()
     for read in (environment.record, environment.key):
         with pytest.raises(NotFoundError):
             read()

@@ -7,7 +7,7 @@ Strategy
 * Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
   ``destroy`` takes, which works from any subset of the parts: there is no undo list to keep right.
 * Destroying kills first, through the control group, and replies when no process is left. Unmounting and deleting follow
-  in the background; ``list_ids`` shows the id until nothing is left, and another ``destroy`` tries again what failed.
+  in the background; ``list_ids`` shows the id until nothing is left, and what failed is tried again (``removals.py``).
 * Blocking work runs on threads of the backend's own, and a step that began is waited for also when its caller is
   cancelled: otherwise it would go on behind the removal's back.
 * Asking whether an environment runs starts no process: runc's state file names the first one.
@@ -41,6 +41,7 @@ from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.failures import translated
 from agent_sandbox.backends.oci.inspection import observe
+from agent_sandbox.backends.oci.removals import Removals
 from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
 from agent_sandbox.backends.oci.runc import INSTALL, Runc
 from agent_sandbox.backends.oci.waiting import ended, settled
@@ -88,7 +89,7 @@ class OciBackend(GuestBackend):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
         self._creating: dict[str, asyncio.Task[None]] = {}
-        self._removing: dict[str, asyncio.Task[None]] = {}
+        self._removals = Removals(self._clear)
 
     # -- the backend as a whole ------------------------------------------------------
 
@@ -135,8 +136,7 @@ class OciBackend(GuestBackend):
 
     async def close(self) -> None:
         await super().close()
-        if self._removing:
-            await asyncio.wait(self._removing.values(), timeout=_CLOSE_SECONDS)
+        await self._removals.close(_CLOSE_SECONDS)
         self._pool.shutdown(wait=False, cancel_futures=True)
         roots = [root / f"agent-sandbox-{self.instance}" for root in self._hierarchies.all()]
         for directory in (*roots, self._runc.root, self._run_directory):
@@ -157,7 +157,7 @@ class OciBackend(GuestBackend):
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
         self._check(id, spec)
-        if id in self._creating or id in self._removing or self._environment(id).directory.exists():
+        if id in self._creating or id in self._removals or self._environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         task = self._creating[id] = asyncio.create_task(self._create(id, spec))
         try:
@@ -247,17 +247,18 @@ class OciBackend(GuestBackend):
             stack.callback(os.close, log)
             daemon_config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
             stack.callback(os.close, daemon_config)
-            os.write(daemon_config, msgspec.msgpack.encode({"key": key, "uid": spec.uid, "gid": spec.gid}))
+            values = {"key": key, "uid": spec.uid, "gid": spec.gid, "memory_bytes": spec.memory_mb * bundle.MIB}
+            os.write(daemon_config, msgspec.msgpack.encode(values))
             os.lseek(daemon_config, 0, os.SEEK_SET)
             name = _PREFIX + environment.id
             await self._runc.run(name, environment.directory, log, [listener.fileno(), daemon_config])
 
     async def _undo(self, id: str) -> None:
         try:
-            await self._end(id)
-            await self._remove(id)
+            await self._clear(id)
         except (OSError, BackendError):
-            _log.exception("environment %s could not be removed after it failed; destroy it again", id)
+            _log.exception("environment %s could not be removed after it failed", id)
+            self._removals.begin(id)
 
     # -- destroy -------------------------------------------------------------------------
 
@@ -270,14 +271,8 @@ class OciBackend(GuestBackend):
             await ended(creating)
         async with translated("destroying the sandbox"):
             await settled(asyncio.ensure_future(self._end(id)))
-        if id not in self._removing and id in await self.list_ids():
-            task = self._removing[id] = asyncio.create_task(self._remove(id))
-            task.add_done_callback(lambda done: self._removed(id, done))
-
-    def _removed(self, id: str, task: asyncio.Task[None]) -> None:
-        self._removing.pop(id, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("environment %s could not be removed; destroy it again: %s", id, error)
+        if id in await self.list_ids():
+            self._removals.begin(id)
 
     async def _end(self, id: str) -> None:
         """End every process of the environment; return when none is left."""
@@ -292,6 +287,11 @@ class OciBackend(GuestBackend):
 
     def _kill(self, id: str) -> None:
         end_processes(self._runc.process(_PREFIX + id), self._groups(id))
+
+    async def _clear(self, id: str) -> None:
+        """End what still runs and remove everything."""
+        await self._end(id)
+        await self._remove(id)
 
     async def _remove(self, id: str) -> None:
         """Remove what is left of an environment without processes; the first failure is raised after all was tried."""
@@ -324,9 +324,11 @@ class OciBackend(GuestBackend):
         return sorted(id for id in found if _ID.fullmatch(id))
 
     async def is_running(self, id: str) -> bool:
-        if not _ID.fullmatch(id):
-            return False
-        process = await self._thread(self._runc.process, _PREFIX + id)
+        return bool(_ID.fullmatch(id)) and await self._thread(self._runs, id)
+
+    def _runs(self, id: str) -> bool:
+        # One that a server forgot before it died is as good as ended: nobody can reach it any more.
+        process = self._runc.process(_PREFIX + id) if self._environment(id).is_known() else None
         return process is not None and process.alive()
 
     async def inspect(self, id: str) -> EnvironmentInfo:

@@ -84,6 +84,10 @@ class Environment:
         self._record.unlink(missing_ok=True)
         self._key.unlink(missing_ok=True)
 
+    def is_known(self) -> bool:
+        """Whether there is a record, readable or not."""
+        return os.path.lexists(self._record)
+
     def record(self) -> Record:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
         try:

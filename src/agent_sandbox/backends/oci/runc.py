@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -91,7 +92,7 @@ class Runc:
         if not (self.root / name).exists():
             return
         code, output = await self._capture(["delete", "--force", name], _DELETE_SECONDS)
-        if code == 0 or not (self.root / name).exists():
+        if not (self.root / name).exists():
             return
         if self.process(name) is not None:
             raise BackendError(f"runc could not remove a sandbox (exit code {code}): {output}")
@@ -143,7 +144,10 @@ class Runc:
         pid = self._spawn([self._program, "--root", str(self.root), *argv], output, descriptors)
         pidfd = os.pidfd_open(pid)
         grace = _KILL_GRACE_SECONDS
-        ended = asyncio.ensure_future(_readable(pidfd))
+        loop = asyncio.get_running_loop()
+        # A bare future: a task would be cancelled with all others when the loop ends, as if the child had ended.
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(pidfd, _notice, ended)
         try:
             await asyncio.wait_for(asyncio.shield(ended), seconds)
         except TimeoutError:
@@ -152,6 +156,7 @@ class Runc:
         finally:
             if not ended.done():
                 await _finish(ended, pidfd, grace)
+            loop.remove_reader(pidfd)
             os.close(pidfd)
             code = _reap(pid)
         return code
@@ -170,7 +175,8 @@ class Runc:
                 argv[0], argv, _ENV, file_actions=[null, *actions], setsid=True, setsigmask=[], setsigdef=_SIGNALS
             )
         except OSError as error:
-            raise BackendError(f"cannot start {argv[0]}: {error.strerror}") from error
+            remedy = f"; {INSTALL}" if error.errno == errno.ENOENT else ""
+            raise BackendError(f"cannot start {argv[0]}: {error.strerror}{remedy}") from error
         finally:
             for copy in copies:
                 os.close(copy)
@@ -181,19 +187,9 @@ def _reap(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def notice() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(descriptor, notice)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
+def _notice(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)
 
 
 async def _finish(ended: asyncio.Future[None], pidfd: int, grace: float) -> None:
