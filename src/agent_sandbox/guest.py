@@ -21,7 +21,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -69,13 +69,17 @@ ERRORS: Mapping[str, type[SandboxError]] = {
 """The error codes of ``spec/wire.md`` as the caller's situation."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""What is counted: never below zero, and small enough for whatever stores it."""
+
+
 class _Entry(msgspec.Struct):
     name: bytes
     path: bytes
     type: Literal["file", "directory", "symlink", "other"]
-    size: int
-    mode: int
-    mtime_ns: int
+    size: _Count
+    mode: _Count
+    mtime_ns: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Exit(msgspec.Struct):
@@ -83,17 +87,17 @@ class _Exit(msgspec.Struct):
     code: int | None = None
     signal: int | None = None
     message: str = ""
-    user_us: int = 0
-    system_us: int = 0
-    max_rss_kb: int = 0
-    wall_us: int = 0
+    user_us: _Count = 0
+    system_us: _Count = 0
+    max_rss_kb: _Count = 0
+    wall_us: _Count = 0
 
 
 class _Exported(msgspec.Struct):
-    entries: int
-    file_bytes: int
+    entries: _Count
+    file_bytes: _Count
     skipped: list[tuple[bytes, str]] = []
-    skipped_total: int = 0
+    skipped_total: _Count = 0
 
 
 class _EntryResult(msgspec.Struct):
@@ -104,11 +108,11 @@ class GuestInfo(msgspec.Struct, frozen=True):
     """What the daemon says of itself."""
 
     version: str
-    pid: int
-    uid: int
-    gid: int
-    execs: int
-    uptime_ms: int
+    pid: _Count
+    uid: _Count
+    gid: _Count
+    execs: _Count
+    uptime_ms: _Count
 
 
 _T = TypeVar("_T")
@@ -518,12 +522,10 @@ def _exit(told: _Exit) -> ExecExit:
 
 def _entry(told: _Entry, path: bytes) -> FileEntry:
     name = path.rstrip(b"/").rpartition(b"/")[2] or b"/"
-    return _checked(told, os.fsdecode(name), os.fsdecode(path))
+    return _file_entry(told, os.fsdecode(name), os.fsdecode(path))
 
 
-def _checked(told: _Entry, name: str, path: str) -> FileEntry:
-    if told.size < 0 or not -(2**63) <= told.mtime_ns < 2**63:
-        raise BackendError("the sandbox's daemon described a file that cannot be")
+def _file_entry(told: _Entry, name: str, path: str) -> FileEntry:
     return FileEntry(name, path, told.type, told.size, told.mode & 0o7777, told.mtime_ns)
 
 
@@ -534,7 +536,7 @@ def _decode_listing(piece: bytes, directory: bytes) -> list[FileEntry]:
     """The entries of one frame of a listing."""
     try:
         listed = _listing_decoder.decode(piece)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BackendError("the sandbox's daemon sent a broken listing") from error
     base = os.fsdecode(directory.rstrip(b"/") + b"/")
     entries: list[FileEntry] = []
@@ -543,5 +545,5 @@ def _decode_listing(piece: bytes, directory: bytes) -> list[FileEntry]:
         if not name or len(name) > 255 or b"/" in name or b"\0" in name or name in (b".", b".."):
             raise BackendError("the sandbox's daemon listed a name that cannot be")
         text = os.fsdecode(name)
-        entries.append(_checked(told, text, base + text))
+        entries.append(_file_entry(told, text, base + text))
     return entries
