@@ -101,6 +101,25 @@ def test_limits_of_v1(tmp_path: Path) -> None:
     assert unknown.processes() == set()
 
 
+def test_the_memory_of_sockets_has_a_limit_of_its_own_in_v1_alone(tmp_path: Path) -> None:
+    group, name = tmp_path / "a/b", "memory.kmem.tcp.limit_in_bytes"
+    group.mkdir(parents=True)
+    v1 = Hierarchies(None, {"memory": tmp_path})
+    v2 = Hierarchies(tmp_path, {}, frozenset({"memory"}), is_v2=True)
+    Groups(v1, "/a/b").limit_sockets(5)
+    assert not cgroups.has_socket_limit(v1)
+    assert list(group.iterdir()) == []
+    for directory in (tmp_path, group):
+        (directory / name).write_text("9223372036854771712\n")
+    Groups(v2, "/a/b").limit_sockets(5)
+    assert (group / name).read_text() == "9223372036854771712\n"
+    Groups(v1, "/a/b").limit_sockets(5)
+    assert (group / name).read_text() == "5"
+    assert cgroups.has_socket_limit(v1)
+    assert cgroups.has_socket_limit(v2)
+    assert not cgroups.has_socket_limit(Hierarchies(None))
+
+
 def test_limits_of_v2(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -128,6 +128,51 @@ class LimitSuite(SuiteBase):
             await box.export()
         assert await box.shell("echo alive") == "alive\n"
 
+    async def test_f35_socket_buffers(self, backend: Backend) -> None:
+        """With v1 control groups the buffers of internet sockets are no part of memory, and count nowhere by themselves."""
+        box = await self.new_box(backend, memory_mb=64)
+        fill = """
+import socket
+kept, sent = [], 0
+def pairs():
+    server = socket.create_server(('127.0.0.1', 0), backlog=200)
+    for _ in range(100):
+        client = socket.create_connection(server.getsockname())
+        yield client, server.accept()[0]
+    for _ in range(400):
+        receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+        receiver.bind(('127.0.0.1', 0))
+        sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        sender.connect(receiver.getsockname())
+        yield sender, receiver
+for sender, receiver in pairs():
+    sender.setblocking(False)
+    kept += [sender, receiver]
+    try:
+        for _ in range(200): sender.send(bytes(50_000))
+    except OSError: pass
+held = 0
+for receiver in kept[1::2]:
+    receiver.setblocking(False)
+    try:
+        while data := receiver.recv(1 << 16): held += len(data)
+    except OSError: pass
+print(held)
+"""
+        result = await box.python(fill, timeout=60)
+        assert result.exit.oom_killed or int(result.text) < 64 * 1024 * 1024
+        assert await box.shell("echo alive") == "alive\n"
+
+    async def test_f35_pseudoterminals_are_left_for_others(self, backend: Backend, box: Box) -> None:
+        other = await self.new_box(backend)
+        take = "import os\nn = 0\ntry:\n while n < 4000: os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY); n += 1\n" \
+               "except OSError: pass\nprint(n, flush=True)\nimport time; time.sleep(3)"  # fmt: skip
+        taking = asyncio.create_task(box.python(take))
+        await asyncio.sleep(1.5)
+        assert await other.shell("python3 -c 'import os; os.openpty(); print(1)'") == "1\n"
+        assert 16 <= int((await taking).text) < 1000
+
     async def test_f35_inodes(self, box: Box) -> None:
         made = "import os\nn = 0\ntry:\n while n < 2_000_000: open(f'i{n}', 'w').close(); n += 1\nexcept OSError as e: print(e.errno)"
         assert (await box.python(made, timeout=100)).text == "28\n"

@@ -59,6 +59,8 @@ _PREFIX = "asb-"
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _THREADS = 16
 """More than creations that make progress at once on common machines; waiting ones queue."""
+_SOCKETS_SHARE = 4
+"""Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
 _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
@@ -85,7 +87,7 @@ class OciBackend(GuestBackend):
         self._seccomp = {"defaultAction": "SCMP_ACT_ERRNO"}
         self._sandboxd = Path()
         self._version = ""
-        self.capabilities = capabilities(frozenset(), has_swap_limit=False)
+        self.capabilities = capabilities(frozenset(), has_swap_limit=False, has_socket_limit=False)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
         self._creating: dict[str, asyncio.Task[None]] = {}
@@ -117,7 +119,11 @@ class OciBackend(GuestBackend):
         for directory in (self._run_directory, self._runc.root):
             directory.mkdir(mode=0o700, exist_ok=True)
         limits = cgroups.enforced(self._hierarchies)
-        self.capabilities = capabilities(limits, has_swap_limit=cgroups.has_swap_limit(self._hierarchies))
+        self.capabilities = capabilities(
+            limits,
+            has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
+            has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
+        )
         self._templates.clear()
         self._images.prepare(in_use=self._root_directories())
 
@@ -252,6 +258,7 @@ class OciBackend(GuestBackend):
             os.lseek(daemon_config, 0, os.SEEK_SET)
             name = _PREFIX + environment.id
             await self._runc.run(name, environment.directory, log, [listener.fileno(), daemon_config])
+        await self._thread(self._groups(environment.id).limit_sockets, spec.memory_mb * bundle.MIB // _SOCKETS_SHARE)
 
     async def _undo(self, id: str) -> None:
         try:

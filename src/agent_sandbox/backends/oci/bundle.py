@@ -39,6 +39,8 @@ NOFILE = 20_000
 CORE = 1
 """No core dump at all. 0 would still start the host's handler, as the host's root, where ``core_pattern`` is a program
 (core(5)); with 1 the kernel gives up before."""
+PTYS = 128
+"""Pseudoterminals of a sandbox. All sandboxes and containers of a host share some 3,000 (``kernel.pty.max``)."""
 SHM_MB = 64
 """Size of /dev/shm, at most half of the memory: the default of container engines."""
 MIB = 1024 * 1024
@@ -165,7 +167,7 @@ def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
         _mount("proc", "/proc", "nosuid", "nodev", "noexec", "hidepid=2"),
         _mount("sysfs", "/sys", "nosuid", "nodev", "noexec", "ro"),
         _mount("tmpfs", "/dev", "nosuid", "noexec", "mode=0755", "size=1m"),
-        _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
+        _mount("devpts", "/dev/pts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", f"max={PTYS}"),
         _mount("tmpfs", "/dev/shm", "nosuid", "nodev", "noexec", "mode=1777", f"size={shm}m"),
         _mount("tmpfs", "/tmp", "nosuid", "nodev", "mode=1777", f"size={tmp}m"),
         _mount("tmpfs", "/run", "nosuid", "nodev", "noexec", "mode=0755", "size=1m"),

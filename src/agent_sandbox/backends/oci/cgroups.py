@@ -26,6 +26,8 @@ from agent_sandbox.types import LimitName
 ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """Above this a v1 memory limit means "none": the kernel shows the largest multiple of a page."""
+_SOCKETS = "memory.kmem.tcp.limit_in_bytes"
+"""Of v1; in spite of its name for UDP, too. Runtimes no longer set it, and without it socket buffers count nowhere."""
 _FREEZE_SECONDS = 2.0
 _REMOVE_SECONDS = 2.0
 _ROUNDS = 1000
@@ -113,6 +115,14 @@ def has_swap_limit(hierarchies: Hierarchies) -> bool:
     return hierarchies.is_v2 or (root / "memory.memsw.limit_in_bytes").exists()
 
 
+def has_socket_limit(hierarchies: Hierarchies) -> bool:
+    """Whether the memory of sockets is limited: within memory in v2, by a number of its own in v1."""
+    root = hierarchies.directory("memory")
+    if root is None:
+        return False
+    return hierarchies.is_v2 or (root / _SOCKETS).exists()
+
+
 def parse_counter(text: str | None, key: str) -> int | None:
     """The value of ``key`` in a file of ``key value`` lines; None where it is not there."""
     for line in (text or "").splitlines():
@@ -153,6 +163,15 @@ class Groups:
         cpus = int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
         pids = _number(_read(self._file("pids", "pids.max")))
         return {"cpus": cpus, "memory_bytes": memory, "memory_swap_bytes": total, "pids": pids}
+
+    def limit_sockets(self, size: int) -> None:
+        """Let buffers of internet sockets take ``size`` bytes where they are not part of memory.
+
+        It holds for sockets that are made afterwards. :class:`OSError` when a kernel that has the limit refuses it.
+        """
+        path = self._file("memory", _SOCKETS)
+        if not self._hierarchies.is_v2 and path is not None and path.exists():
+            path.write_text(str(size))
 
     def directories(self) -> list[Path]:
         """The group's directories that exist, one for each hierarchy."""

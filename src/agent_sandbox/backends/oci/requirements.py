@@ -42,10 +42,12 @@ def find_sandboxd(configured: str) -> Path:
     return path
 
 
-def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capabilities:
+def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, has_socket_limit: bool) -> Capabilities:
     """What this backend offers where the kernel keeps ``limits`` by control groups."""
     notes = {
-        "userns": "all sandboxes share the host's user ids, and so its limits for each user",
+        "userns": "commands run as a user id of the host (AGENT_SANDBOX_SANDBOX_USER): sandboxes share the kernel's "
+        "limits for each user, and a user of the host with that id can read and signal commands; choose one that "
+        "nobody has",
         "disk": "size only; its bandwidth is not limited",
     }
     notes |= {
@@ -53,6 +55,8 @@ def capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool) -> Capab
     }
     if "memory" in limits and not has_swap_limit:
         notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
+    elif "memory" in limits and not has_socket_limit:
+        notes["memory"] = "this kernel does not limit the buffers of internet sockets"
     return Capabilities(
         isolation="container",
         enforces=limits | {"disk", "network"},

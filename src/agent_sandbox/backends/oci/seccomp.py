@@ -11,6 +11,8 @@ Strategy
 * ``clone3`` hides its flags behind a pointer that a filter cannot read, so it is ENOSYS and the C library uses
   ``clone``, whose namespace flags are refused. ``socket`` is open for UNIX, INET, INET6 and NETLINK_ROUTE alone: vsock
   has no namespace and would lead out of a sandbox without a network.
+* The old asynchronous I/O (``io_setup`` and its kin) is not named: its contexts come out of one number for the whole
+  host (``fs.aio-max-nr``), which one call can use up. What would use it falls back to threads.
 * Calls of a foreign architecture (32-bit ones) kill the caller, as libseccomp does for what is not named here. x32 is
   named, since its calls are those of x86_64 with another number: so the launcher's EPERM is what a command meets.
 
@@ -44,7 +46,7 @@ umask unlink unlinkat utime utimensat utimes vmsplice write writev
 
 _WAITING = """
 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait epoll_wait_old eventfd eventfd2
-io_cancel io_destroy io_getevents io_pgetevents io_setup io_submit pipe pipe2 poll ppoll pselect6 select signalfd
+pipe pipe2 poll ppoll pselect6 select signalfd
 signalfd4 timerfd_create timerfd_gettime timerfd_settime
 """
 
