@@ -174,6 +174,14 @@ def test_a_source_goes_into_a_directory_that_exists(tmp_path: Path) -> None:
     assert set(box.written) == {"/workspace/dir/f", "/workspace/new/f", "/workspace/name"}
 
 
+def test_a_source_that_is_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for source in (tmp_path / "fifo", Path("/dev/zero"), tmp_path / "link"):
+        with pytest.raises(InvalidRequestError, match="regular"):
+            send(Box({}), source, "/workspace/x")
+
+
 def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         send(Box({}), tmp_path / "nothing", "/workspace/x")

@@ -101,9 +101,14 @@ def cp(
 
 
 def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
-    """Copy a local file or tree to an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
+    """Copy a local file or tree to an absolute path in a sandbox.
+
+    :class:`NotFoundError` when there is no source, :class:`InvalidRequestError` when it is a device, pipe or socket.
+    """
     if not source.exists():
         raise NotFoundError(f"there is no {source}")
+    if not source.is_dir() and not source.is_file():
+        raise InvalidRequestError(f"{source} is neither a regular file nor a directory")
     if target.endswith("/") or _is_directory(sandbox, target):
         target = posixpath.join(target, source.absolute().name)
     if not source.is_dir():
