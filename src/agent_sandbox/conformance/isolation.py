@@ -120,7 +120,7 @@ class LimitSuite(SuiteBase):
 
     async def test_f35_an_export_of_too_many_names_fails_and_hurts_nobody(self, backend: Backend) -> None:
         """The names of a directory are sorted in the daemon's memory, which is the sandbox's: more than fit are refused."""
-        box = await self.new_box(backend, memory_mb=32)
+        box = await self.new_box(backend, memory_mb=32, disk_mb=256)
         made = "import os\nopen('a0', 'w')\nfor n in range(60_000): os.link('a0', f'{n:0250}')\n" \
                "open('a1', 'w')\nfor n in range(60_000, 120_000): os.link('a1', f'{n:0250}')\nprint('made')"  # fmt: skip
         assert (await box.python(made, timeout=100)).text == "made\n"
