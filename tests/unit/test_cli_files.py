@@ -297,3 +297,11 @@ def test_a_copy_that_fails_leaves_nothing(
 )
 def test_paths_in_a_sandbox_are_relative_to_the_workspace(given: str, path: str) -> None:
     assert files._inside(given) == path
+
+
+def test_a_source_that_is_a_pipe_or_a_device_is_refused_and_not_waited_for(sandbox: Sandbox, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for special in (tmp_path / "fifo", Path("/dev/zero"), tmp_path / "link"):
+        with pytest.raises(InvalidRequestError, match="regular"):
+            send(sandbox, special, "/workspace/x")

@@ -9,8 +9,13 @@ import sys
 import pytest
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from agent_sandbox.cli import signals
+
+# Whoever runs the tests may ignore some of them, as nohup does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
 
 def say(word): print(word, flush=True)
 def make(): say("made"); time.sleep({make}); return "box"

@@ -186,6 +186,9 @@ def replying(pieces: list[bytes]) -> SandboxClient:
                 connection.recv(65536)
                 for piece in pieces:
                     connection.sendall(piece)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):  # closing with something unread would reset the connection
+                    pass
 
     threading.Thread(target=serve).start()
     return SandboxClient(f"http://127.0.0.1:{listener.getsockname()[1]}", KEY)

@@ -286,3 +286,31 @@ async def test_a_peer_with_another_key_or_no_answer_is_refused() -> None:
     with pytest.raises(BackendError, match="did not answer"):
         await Guest.connect(ours, KEY, timeout=0.1)
     silent.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, -(2**63), 2**63, 2**64 - 1])
+async def test_counts_that_cannot_be_are_refused(wrong: int) -> None:
+    async def forget(data: bytes) -> None:
+        pass
+
+    for name in ("entries", "file_bytes", "skipped_total"):
+        report = {"entries": 0, "file_bytes": 0, "skipped_total": 0, name: wrong}
+        async with talking_to(answering(report)) as guest:
+            with pytest.raises(BackendError, match="wrong shape"):
+                await guest.export_tar(b"/workspace", forget, 100)
+    for name in ("user_us", "system_us", "max_rss_kb", "wall_us"):
+        async with talking_to(answering({"code": 0, "timed_out": False, name: wrong})) as guest:
+            with pytest.raises(BackendError, match="wrong shape"):
+                await run(guest)
+    async with talking_to(answering({"entry": {**ENTRY, "size": wrong}})) as guest:
+        with pytest.raises(BackendError, match="wrong shape"):
+            await guest.stat(b"/x")
+
+
+async def test_a_listing_nested_without_end_is_an_error_like_others() -> None:
+    entry = msgspec.msgpack.encode(ENTRY)
+    nested = b"\xa1z" + b"\x91" * 60_000 + b"\xc0"
+    listing = b"\x91" + bytes([entry[0] + 1]) + entry[1:] + nested
+    async with talking_to(answering({}, listing)) as guest:
+        with pytest.raises(BackendError, match="broken listing"):
+            await guest.list_files(b"/x")

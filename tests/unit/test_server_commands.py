@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_sandbox.server.commands import EventStream, Lines
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from agent_sandbox.errors import ConnectionLostError, InvalidRequestError
 from agent_sandbox.server import execs
-from agent_sandbox.server.commands import EventStream, Lines
 from agent_sandbox.types import ExecEvent, ExecExit, ExecOutput
 from tests.unit.server_harness import KEY, Running, running, settings_for
 

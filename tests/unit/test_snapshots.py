@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import hashlib
 import os
 import resource
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -246,6 +250,29 @@ async def test_a_missing_file(store: SnapshotStore) -> None:
             raise AssertionError
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 100])
+async def test_reading_leaves_nothing_in_memory(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    taps: list[weakref.ref[object]] = []
+
+    class Watched(snapshots._Tap):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            taps.append(weakref.ref(self))
+
+    monkeypatch.setattr(snapshots, "_Tap", Watched)
+    stored = await save(store, os.urandom(3 * MIB), max_bytes=4 * MIB)
+    for _ in range(3):
+        async with store.open(ID, stored.stored_bytes, stored.digest) as archive, aclosing(archive.blocks()) as pieces:
+            for _ in range(blocks):
+                if await anext(pieces, None) is None:
+                    break
+    del archive, pieces
+    gc.collect()
+    assert [tap() for tap in taps] == [None] * 3
+
+
 async def test_deleting_while_reading(store: SnapshotStore, tmp_path: Path) -> None:
     noise = os.urandom(3 * MIB)
     stored = await save(store, noise)
@@ -255,6 +282,24 @@ async def test_deleting_while_reading(store: SnapshotStore, tmp_path: Path) -> N
         assert b"".join([block async for block in archive.blocks()]) == noise
         await archive.verify()
     await store.delete(ID)  # twice is fine
+
+
+async def test_what_cannot_be_removed_holds_up_neither_the_caller_nor_the_start(
+    store: SnapshotStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save(store, b"x" * 10)
+    (name,) = files(tmp_path)
+    path = tmp_path / "snapshots" / name
+    path.unlink()
+    path.mkdir()
+    await store.delete(ID)
+    assert f"{ID} stays until the next start" in caplog.text
+    again = SnapshotStore(tmp_path / "snapshots")
+    await again.start([])
+    stored = await again.save("snapother", exporter(b"y" * 10), MIB)  # type: ignore[arg-type]
+    assert stored.report.file_bytes == 10
+    await again.close()
+    assert "cannot be removed" in caplog.text
 
 
 async def test_memory_does_not_grow_with_what_an_archive_expands_to(store: SnapshotStore) -> None:

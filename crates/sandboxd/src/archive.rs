@@ -20,7 +20,9 @@ const PIECES: usize = 4;
 pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
     let (send, mut receive) = mpsc::channel::<Vec<u8>>(PIECES);
     let (workspace, id) = (daemon.config.workspace.clone(), stream.id);
-    let result = daemon.archives.run(move || tarout::export(&workspace, max_bytes, id, send));
+    // Two exports may run at once.
+    let table_bytes = daemon.config.table_bytes / 2;
+    let result = daemon.archives.run(move || tarout::export(&workspace, max_bytes, table_bytes, id, send));
     while let Some(frame) = receive.recv().await {
         let cost = frame.len() - HEADER;
         if let Err(Gone) = stream.wait_room(cost).await {

@@ -60,7 +60,12 @@ pub struct Config {
     pub gid: u32,
     /// The writable root. Always `/workspace` outside tests.
     pub workspace: Vec<u8>,
+    /// What an operation may keep in memory about a tree: a quarter of the sandbox's own memory where that is known.
+    pub table_bytes: usize,
 }
+
+/// [`Config::table_bytes`] at most.
+const MAX_TABLES: u64 = 256 << 20;
 
 impl Config {
     /// Read, check and close.
@@ -96,7 +101,14 @@ impl Config {
             None => b"/workspace".to_vec(),
             Some(_) => map.bin("workspace").filter(|path| path.first() == Some(&b'/'))?.to_vec(),
         };
-        Some(Config { key: map.bin("key")?.try_into().ok()?, uid: id("uid")?, gid: id("gid")?, workspace })
+        let tables = map.uint("memory_bytes").map_or(MAX_TABLES, |memory| MAX_TABLES.min(memory / 4));
+        Some(Config {
+            key: map.bin("key")?.try_into().ok()?,
+            uid: id("uid")?,
+            gid: id("gid")?,
+            workspace,
+            table_bytes: tables as usize,
+        })
     }
 }
 
@@ -135,6 +147,10 @@ mod tests {
         let config = Config::parse(&good).unwrap();
         assert_eq!((config.key, config.uid, config.gid), (key, 1000, 1001));
         assert_eq!(config.workspace, b"/workspace");
+        assert_eq!(config.table_bytes, 256 << 20);
+        let small =
+            MapWriter::new(4).bin("key", &key).uint("uid", 1).uint("gid", 1).uint("memory_bytes", 64 << 20);
+        assert_eq!(Config::parse(&small.done()).unwrap().table_bytes, 16 << 20);
         for bad in [
             MapWriter::new(2).uint("uid", 1).uint("gid", 1).done(),
             MapWriter::new(3).bin("key", &key[1..]).uint("uid", 1).uint("gid", 1).done(),

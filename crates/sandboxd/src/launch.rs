@@ -102,6 +102,7 @@ pub unsafe fn start(plan: &Plan) -> ! {
         raise_own_oom_score();
         // The daemon raised its own limit; a command gets the one that the daemon was started with.
         must(Stage::Setup, libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.open_files).into());
+        refuse_core_dumps();
         drop_privileges(plan.uid, plan.gid);
         must(Stage::Workdir, libc::chdir(plan.cwd.as_ptr()).into());
         let program =
@@ -116,6 +117,18 @@ pub unsafe fn start(plan: &Plan) -> ! {
         );
         fail(Stage::Exec, execute(plan));
     }
+}
+
+/// 1 is the limit at which the kernel starts no dump at all: where the host's `core_pattern` is a program, any other,
+/// 0 included, has that program run outside the sandbox, as root, on what a command has in its memory. The filter keeps
+/// it. A hard limit of 0 cannot be raised and stays.
+///
+/// # Safety
+/// As for [`start`].
+unsafe fn refuse_core_dumps() {
+    let least = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
+    // SAFETY: the kernel reads the structure.
+    unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const least) };
 }
 
 /// Commands are the first to go when memory runs out. Where the file is missing or read-only nothing is lost.

@@ -6,6 +6,14 @@
 //! need. A call that is refused answers EPERM; `clone3` answers ENOSYS, because its flags lie in memory that a
 //! filter cannot read and the C library then falls back to `clone`.
 //!
+//! `ptrace` stays for what a process started itself (PTRACE_TRACEME, as debuggers and strace do), but not by attaching:
+//! two processes that trace each other and ask for exit stops (PTRACE_O_TRACEEXIT) wait for each other when they are
+//! killed, and nothing ends them any more, not even their control group. Those who trace only their own children
+//! cannot form such a ring; nor can one command's tracer hold the dead of another's tree.
+//!
+//! A changed limit of core dumps is answered by success and nothing happens: programs insist on setting it to 0 (key
+//! agents end without it), but the launcher's 1 is what dumps nothing (`launch.rs`).
+//!
 //! The kernel reads `int` arguments as their low 32 bits, so the filter compares exactly those and never the
 //! high half, which a caller may fill as it likes.
 
@@ -22,6 +30,7 @@ const X32_BIT: u32 = 0x4000_0000;
 
 const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
 const EPERM: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+const DONE: u32 = libc::SECCOMP_RET_ERRNO;
 const ENOSYS: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
 
 /// `clone` has its exit signal in the low byte, where `unshare` has CLONE_NEWTIME.
@@ -36,6 +45,9 @@ const CLONE_NEW: u32 = (libc::CLONE_NEWNS
 
 /// `open_tree_attr`, younger than the C library's headers; the same number on every architecture.
 const SYS_OPEN_TREE_ATTR: c_long = 467;
+
+/// The two ways to trace a process that did not ask for it.
+const ATTACHING: [u32; 2] = [libc::PTRACE_ATTACH, libc::PTRACE_SEIZE];
 
 const REFUSED: &[c_long] = &[
     libc::SYS_setns,
@@ -108,6 +120,30 @@ pub fn filter() -> Vec<sock_filter> {
     let flags = |mask| [load_argument(0), branch(BPF_JSET, mask, 0, 1), answer(EPERM), answer(ALLOW)];
     when(&mut program, libc::SYS_clone as u32, &flags(CLONE_NEW));
     when(&mut program, libc::SYS_unshare as u32, &flags(CLONE_NEW | CLONE_NEWTIME));
+    let [attach, seize] = ATTACHING;
+    let requests = [
+        load_argument(0),
+        branch(BPF_JEQ, attach, 1, 0),
+        branch(BPF_JEQ, seize, 0, 1),
+        answer(EPERM),
+        answer(ALLOW),
+    ];
+    when(&mut program, libc::SYS_ptrace as u32, &requests);
+    let core = libc::RLIMIT_CORE;
+    let limits = [load_argument(0), branch(BPF_JEQ, core, 0, 1), answer(DONE), answer(ALLOW)];
+    when(&mut program, libc::SYS_setrlimit as u32, &limits);
+    let limits = [
+        load_argument(1),
+        branch(BPF_JEQ, core, 0, 5),
+        // Without new values, a null pointer, it only asks.
+        load_argument(2),
+        branch(BPF_JEQ, 0, 0, 2),
+        load(16 + 8 * 2 + 4),
+        branch(BPF_JEQ, 0, 1, 0),
+        answer(DONE),
+        answer(ALLOW),
+    ];
+    when(&mut program, libc::SYS_prlimit64 as u32, &limits);
     let families = [
         load_argument(0),
         branch(BPF_JEQ, libc::AF_UNIX as u32, 5, 0),
@@ -216,6 +252,27 @@ mod tests {
     }
 
     #[test]
+    fn tracing_is_for_those_who_ask_for_it() {
+        for request in 0..0x4300u32 {
+            let expected = if ATTACHING.contains(&request) { EPERM } else { ALLOW };
+            assert_eq!(answer_to(libc::SYS_ptrace, first(request.into())), expected, "{request:#x}");
+        }
+    }
+
+    #[test]
+    fn the_limit_of_core_dumps_stays() {
+        let core = u64::from(libc::RLIMIT_CORE);
+        for high in [0, 0xffff_ffff_0000_0000u64] {
+            assert_eq!(answer_to(libc::SYS_setrlimit, first(core | high)), DONE);
+            assert_eq!(answer_to(libc::SYS_setrlimit, first(7 | high)), ALLOW);
+            for (new, expected) in [(0, ALLOW), (1, DONE), (1 << 32, DONE), (u64::MAX, DONE)] {
+                assert_eq!(answer_to(libc::SYS_prlimit64, [0, core | high, new, 0, 0, 0]), expected);
+                assert_eq!(answer_to(libc::SYS_prlimit64, [0, 7 | high, new, 0, 0, 0]), ALLOW);
+            }
+        }
+    }
+
+    #[test]
     fn sockets_are_of_four_families() {
         for call in [libc::SYS_socket, libc::SYS_socketpair] {
             for high in [0, 0xffff_ffff_0000_0000u64] {
@@ -247,6 +304,7 @@ mod tests {
                     wrong |= refused(libc::syscall(number, -1, -1, -1, -1, -1, -1), libc::EPERM);
                 }
                 wrong |= refused(libc::syscall(libc::SYS_clone3, 0, 0), libc::ENOSYS);
+                wrong |= refused(libc::syscall(libc::SYS_ptrace, ATTACHING[0], -1), libc::EPERM);
                 wrong |= refused(libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER), libc::EPERM);
                 wrong |= refused(
                     libc::syscall(libc::SYS_clone, libc::CLONE_NEWNET | libc::SIGCHLD, 0),

@@ -258,7 +258,11 @@ struct Reaped {
     empty: bool,
 }
 
-/// Reap whatever has ended, and report the command's own end.
+/// Reap whatever has ended, and report the command's own end, once: its number may be given out again.
+///
+/// A child can ask its parent to trace it (PTRACE_TRACEME), and then each of its signals stops it and looks like an end
+/// to `wait4`. Nobody here wants to trace, so it is let go with the signal that it was about to get, except the one that
+/// only tells a tracer of a new program.
 ///
 /// # Safety
 /// As for [`supervise`].
@@ -273,9 +277,16 @@ unsafe fn reap(tree: &mut Tree) -> Reaped {
             if pid <= 0 {
                 return Reaped { count, empty: pid < 0 };
             }
+            if libc::WIFSTOPPED(status) {
+                let signal = libc::WSTOPSIG(status);
+                let passed = if signal == libc::SIGTRAP { 0 } else { signal };
+                libc::ptrace(libc::PTRACE_DETACH, pid, NONE, passed as c_ulong);
+                continue;
+            }
             count += 1;
             if pid == tree.command {
                 tree.started();
+                tree.command = 0;
                 let micros = |time: libc::timeval| time.tv_sec as u64 * 1_000_000 + time.tv_usec as u64;
                 let (user_us, system_us) = (micros(usage.ru_utime), micros(usage.ru_stime));
                 let max_rss_kb = usage.ru_maxrss as u64;

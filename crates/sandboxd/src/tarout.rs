@@ -7,8 +7,8 @@
 //! again through `..` of its child, or from the root, and only if it is still the same directory.
 //!
 //! Names are sorted, so that equal trees give equal archives. Directories of other file systems are left out.
-//! Bounds: the path of an entry ([`MAX_PATH`]), the names of all levels together ([`MAX_NAMES`]), and the table
-//! of hard links ([`MAX_LINKS`]); beyond the last two the export fails as `exhausted`.
+//! Bounds: the path of an entry ([`MAX_PATH`]), and the names of all levels together with the table of hard links, for
+//! which the caller gives a share of the sandbox's memory; beyond it the export fails as `exhausted`.
 
 use crate::errors::{Code, Failure};
 use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
@@ -27,8 +27,8 @@ use tokio::sync::mpsc::Sender;
 const MAX_OPEN: usize = 64;
 /// The longest name of an entry. What lies deeper is reported.
 const MAX_PATH: usize = 128 << 10;
-const MAX_NAMES: usize = 256 << 20;
-const MAX_LINKS: usize = 64 << 20;
+/// What the table of hard links takes for each beside the name: key, value, hash, the allocator's own.
+const LINK_BYTES: usize = 96;
 /// What the report of skipped files may take of its frame.
 const MAX_SKIPPED: usize = 100;
 const MAX_SKIPPED_BYTES: usize = 48 << 10;
@@ -46,6 +46,7 @@ pub struct Summary {
 pub fn export(
     workspace: &[u8],
     max_bytes: u64,
+    table_bytes: usize,
     stream: u32,
     frames: Sender<Vec<u8>>,
 ) -> Result<Summary, Stop> {
@@ -58,6 +59,7 @@ pub fn export(
         names: 0,
         links: HashMap::new(),
         link_bytes: 0,
+        table_bytes,
         max_bytes,
         out: Out::new(stream, frames),
         summary: Summary { entries: 0, file_bytes: 0, skipped: Vec::new(), skipped_total: 0 },
@@ -154,6 +156,7 @@ struct Walk {
     names: usize,
     links: HashMap<Identity, Link>,
     link_bytes: usize,
+    table_bytes: usize,
     max_bytes: u64,
     out: Out,
     summary: Summary,
@@ -268,7 +271,7 @@ impl Walk {
         let records = self.attributes(&fd);
         let name = if self.levels.is_empty() { b"./".to_vec() } else { self.path.clone() };
         self.write(kind::DIRECTORY, &name, b"", 0, stat, records)?;
-        let names = Names::read(&fd, MAX_NAMES.saturating_sub(self.names))?;
+        let names = Names::read(&fd, self.table_bytes.saturating_sub(self.names + self.link_bytes))?;
         self.names += names.size();
         self.levels.push(Level { fd: Some(fd), identity: identity(stat), names, path: self.path.len() });
         // The root stays open: everything can be found again from there.
@@ -349,7 +352,7 @@ impl Walk {
         link.left -= 1;
         if link.left == 0 {
             self.links.remove(&identity(stat));
-            self.link_bytes -= name.len() + size_of::<Link>();
+            self.link_bytes -= name.len() + LINK_BYTES;
         }
         let path = self.path.clone();
         self.write(kind::HARD_LINK, &path, &name, 0, stat, Records::default())?;
@@ -358,8 +361,8 @@ impl Walk {
 
     fn remember(&mut self, stat: &Stat) -> Result<(), Stop> {
         if stat.st_nlink > 1 {
-            self.link_bytes += self.path.len() + size_of::<Link>();
-            if self.link_bytes > MAX_LINKS {
+            self.link_bytes += self.path.len() + LINK_BYTES;
+            if self.names + self.link_bytes > self.table_bytes {
                 return Err(Failure::new(Code::Exhausted, "too many files with several names").into());
             }
             #[allow(clippy::unnecessary_cast, reason = "the field is narrower on other architectures")]

@@ -37,9 +37,13 @@ impl Place {
     }
 
     fn export(&self, max_bytes: u64) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
+        self.export_within(max_bytes, 1 << 20)
+    }
+
+    fn export_within(&self, max_bytes: u64, table_bytes: usize) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
         let (send, mut receive) = tokio::sync::mpsc::channel(4);
         let root = self.root();
-        let thread = std::thread::spawn(move || tarout::export(&root, max_bytes, 1, send));
+        let thread = std::thread::spawn(move || tarout::export(&root, max_bytes, table_bytes, 1, send));
         let mut archive = Vec::new();
         while let Some(frame) = receive.blocking_recv() {
             archive.extend_from_slice(&frame[HEADER + 1..]);
@@ -217,7 +221,29 @@ fn export_stops_at_its_limit_and_when_nobody_listens() {
     fs::write(place.at("g"), vec![1; 1 << 20]).unwrap();
     let (send, receive) = tokio::sync::mpsc::channel(1);
     drop(receive);
-    assert!(matches!(tarout::export(&place.root(), PLENTY, 1, send), Err(Stop::Cancelled)));
+    assert!(matches!(tarout::export(&place.root(), PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
+}
+
+#[test]
+fn names_and_links_stay_within_the_memory_for_them() {
+    let refused = |place: &Place, table_bytes| match place.export_within(PLENTY, table_bytes).0 {
+        Ok(_) => false,
+        Err(Stop::Failed(failure)) => failure.code == Code::Exhausted,
+        Err(stop) => panic!("{stop:?}"),
+    };
+    let place = Place::new();
+    for n in 0..100 {
+        fs::write(place.at(&format!("{n:0100}")), "").unwrap();
+    }
+    assert!(!refused(&place, 100 * 108));
+    assert!(refused(&place, 100 * 108 - 1));
+    let place = Place::new();
+    for n in 0..100 {
+        fs::write(place.at(&format!("{n}")), "").unwrap();
+        fs::hard_link(place.at(&format!("{n}")), place.at(&format!("z{n}"))).unwrap();
+    }
+    assert!(!refused(&place, 20_000));
+    assert!(refused(&place, 8_000));
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl Drop for Met {
 /// Send `signal` to every process below this one, and answer to how many.
 ///
 /// # Safety
-/// Only in a process that reaps nothing meanwhile; `command` is a child of it.
+/// Only in a process that reaps nothing meanwhile; `command` is a child of it, or 0 when it has been reaped.
 pub unsafe fn signal(command: pid_t, signal: c_int) -> (u64, Outcome) {
     // SAFETY: a system call without arguments.
     let own = unsafe { libc::getpid() };
@@ -78,7 +78,7 @@ pub unsafe fn signal(command: pid_t, signal: c_int) -> (u64, Outcome) {
         hidden |= children::look(pid).is_none() && !unsafe { has_ended(pid) };
     });
     // SAFETY: the caller says that it is a child; where it is none any more the kernel says so.
-    hidden |= children::look(command).is_none() && unsafe { libc::kill(command, 0) } == 0;
+    hidden |= command > 0 && children::look(command).is_none() && unsafe { libc::kill(command, 0) } == 0;
     if hidden {
         return (0, Outcome::Hidden);
     }

@@ -101,11 +101,16 @@ def watch(
 
 
 def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
-    """Copy a local file or tree to an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
+    """Copy a local file or tree to an absolute path in a sandbox.
+
+    :class:`NotFoundError` when there is no source, :class:`InvalidRequestError` when it is a device, pipe or socket.
+    """
     from agent_sandbox.cli.packing import pack_directory, total_bytes
 
     if not source.exists():
         raise NotFoundError(f"there is no {source}")
+    if not source.is_dir() and not source.is_file():
+        raise InvalidRequestError(f"{source} is neither a regular file nor a directory")
     found = _stat(sandbox, target)
     if target.endswith("/") or (found is not None and found.type == "directory"):
         target = posixpath.join(target, source.absolute().name)

@@ -44,6 +44,10 @@ class CommandSuite(SuiteBase):
         assert result.exit.timed_out
         assert await box.processes("detach.py") == 0
 
+    async def test_its_streams_can_be_opened_by_name(self, box: Box) -> None:
+        result = await box.run("echo out > /dev/stdout; echo err > /dev/stderr; echo too > /proc/self/fd/1")
+        assert (result.stdout, result.stderr, result.status) == (b"out\ntoo\n", b"err\n", 0)
+
     async def test_f02_a_detached_child_does_not_keep_the_call_open(self, box: Box) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()

@@ -36,6 +36,15 @@ AARCH64 = {
     "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "add_key": 217, "request_key": 218,
     "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282, "open_by_handle_at": 265,
 }  # fmt: skip
+TRACING = """
+import ctypes, errno, os, signal, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+TRACE_ME, CONTINUE, ATTACH, SET_OPTIONS, SEIZE, TRACE_EXIT = 0, 7, 16, 0x4200, 0x4206, 0x40
+def ptrace(*args):
+    ctypes.set_errno(0)
+    return 'ok' if libc.ptrace(*args) >= 0 else errno.errorcode[ctypes.get_errno()]
+"""
 NAMESPACES = {"newns": 0x20000, "newuts": 0x4000000, "newipc": 0x8000000, "newuser": 0x10000000, "newpid": 0x20000000,
               "newnet": 0x40000000, "newcgroup": 0x2000000}  # fmt: skip
 
@@ -108,6 +117,61 @@ class LimitSuite(SuiteBase):
         await other.put("fine", bytes(1_000_000))
         await box.shell("rm fill; echo back > again")
         assert await box.get("again") == b"back\n"
+
+    async def test_f35_an_export_of_too_many_names_fails_and_hurts_nobody(self, backend: Backend) -> None:
+        """The names of a directory are sorted in the daemon's memory, which is the sandbox's: more than fit are refused."""
+        box = await self.new_box(backend, memory_mb=32, disk_mb=256)
+        made = "import os\nopen('a0', 'w')\nfor n in range(60_000): os.link('a0', f'{n:0250}')\n" \
+               "open('a1', 'w')\nfor n in range(60_000, 120_000): os.link('a1', f'{n:0250}')\nprint('made')"  # fmt: skip
+        assert (await box.python(made, timeout=100)).text == "made\n"
+        with pytest.raises(LimitExceededError):
+            await box.export()
+        assert await box.shell("echo alive") == "alive\n"
+
+    async def test_f35_socket_buffers(self, backend: Backend) -> None:
+        """With v1 control groups the buffers of internet sockets are no part of memory, and count nowhere by themselves."""
+        box = await self.new_box(backend, memory_mb=64)
+        fill = """
+import socket
+kept, sent = [], 0
+def pairs():
+    server = socket.create_server(('127.0.0.1', 0), backlog=200)
+    for _ in range(100):
+        client = socket.create_connection(server.getsockname())
+        yield client, server.accept()[0]
+    for _ in range(400):
+        receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        receiver.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
+        receiver.bind(('127.0.0.1', 0))
+        sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        sender.connect(receiver.getsockname())
+        yield sender, receiver
+for sender, receiver in pairs():
+    sender.setblocking(False)
+    kept += [sender, receiver]
+    try:
+        for _ in range(200): sender.send(bytes(50_000))
+    except OSError: pass
+held = 0
+for receiver in kept[1::2]:
+    receiver.setblocking(False)
+    try:
+        while data := receiver.recv(1 << 16): held += len(data)
+    except OSError: pass
+print(held)
+"""
+        result = await box.python(fill, timeout=60)
+        assert result.exit.oom_killed or int(result.text) < 64 * 1024 * 1024
+        assert await box.shell("echo alive") == "alive\n"
+
+    async def test_f35_pseudoterminals_are_left_for_others(self, backend: Backend, box: Box) -> None:
+        other = await self.new_box(backend)
+        take = "import os\nn = 0\ntry:\n while n < 4000: os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY); n += 1\n" \
+               "except OSError: pass\nprint(n, flush=True)\nimport time; time.sleep(3)"  # fmt: skip
+        taking = asyncio.create_task(box.python(take))
+        await asyncio.sleep(1.5)
+        assert await other.shell("python3 -c 'import os; os.openpty(); print(1)'") == "1\n"
+        assert 16 <= int((await taking).text) < 1000
 
     async def test_f35_inodes(self, box: Box) -> None:
         made = "import os\nn = 0\ntry:\n while n < 2_000_000: open(f'i{n}', 'w').close(); n += 1\nexcept OSError as e: print(e.errno)"
@@ -209,6 +273,74 @@ except OSError as e: print('kill', e.errno)
         await box.run("kill -9 -1; echo gone", timeout=10)
         assert await box.shell("echo alive") == "alive\n"
 
+    async def test_no_process_is_traced_that_did_not_ask_for_it(self, box: Box) -> None:
+        """Two that trace each other with exit stops (0x40) could never be ended again, not even by their control group."""
+        program = (
+            TRACING
+            + """
+child = os.fork()
+if child == 0: time.sleep(60)
+for request in (ATTACH, SEIZE):
+    print(ptrace(request, child, 0, TRACE_EXIT))
+os.kill(child, 9)
+os.waitpid(child, 0)
+child = os.fork()
+if child == 0:
+    ptrace(TRACE_ME, 0, 0, 0)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print(os.WSTOPSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1)
+os.kill(child, 9)
+"""
+        )
+        assert (await box.python(program)).text.split() == ["EPERM", "EPERM", "True"]
+
+    async def test_a_command_that_asks_to_be_traced_ends_when_it_ends(self, box: Box) -> None:
+        program = (
+            TRACING
+            + """
+signal.signal(signal.SIGUSR1, lambda *_: print('heard'))
+print(ptrace(TRACE_ME, 0, 0, 0), flush=True)
+os.kill(os.getpid(), signal.SIGUSR1)
+sys.stdout.flush()
+os.execv('/bin/sh', ['sh', '-c', 'echo went on; exit 7'])
+"""
+        )
+        result = await box.python(program)
+        assert (result.text, result.exit.code) == ("ok\nheard\nwent on\n", 7)
+
+    async def test_exit_stops_do_not_outlive_the_deadline(self, box: Box) -> None:
+        program = (
+            TRACING
+            + """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # one that came would stop a tracee
+def descend(depth):
+    child = os.fork()
+    if child == 0:
+        ptrace(TRACE_ME, 0, 0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if depth: descend(depth - 1)
+        while True: time.sleep(66666)
+    os.waitpid(child, 0)
+    print(ptrace(SET_OPTIONS, child, 0, TRACE_EXIT), ptrace(CONTINUE, child, 0, 0), flush=True)
+    while True: time.sleep(66666)
+descend(3)
+"""
+        )
+        result = await box.python(program, timeout=3)
+        assert result.exit.timed_out
+        assert result.text == "ok ok\n" * 4
+        assert await box.gone("66666")
+
+    async def test_a_crash_starts_nothing_on_the_host(self, box: Box) -> None:
+        """core(5): 1 is the only limit at which a ``core_pattern`` that is a program does not run, so it must stay."""
+        program = (
+            "import os, resource as r\nr.setrlimit(r.RLIMIT_CORE, (0, 0))\nr.setrlimit(r.RLIMIT_CORE, (-1, -1))\n"
+            "r.prlimit(0, r.RLIMIT_CORE, (0, 0))\nr.setrlimit(r.RLIMIT_NOFILE, (99, 99))\n"
+            "print(r.getrlimit(r.RLIMIT_CORE), r.getrlimit(r.RLIMIT_NOFILE), flush=True)\nos.abort()"
+        )
+        result = await box.python(program)
+        assert (result.text, result.exit.signal) == ("(1, 1) (99, 99)\n", 6)
+
     async def test_no_setuid_program_helps(self, box: Box) -> None:
         assert (await box.run("find / -xdev -perm -4000 -exec {} --help \\; 2>/dev/null; id -u")).text.splitlines()[-1] \
             == str(box.spec.uid)  # fmt: skip
@@ -300,6 +432,12 @@ if T is X: print('x32', call(0x40000000 + 39))
     async def test_proc_and_sys_are_masked(self, box: Box) -> None:
         for path in ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats"):
             assert (await box.run(f"head -c 1 {path} 2>/dev/null")).stdout == b"", path
+        for path in ("/proc/diskstats", "/proc/partitions", "/proc/locks", "/proc/cmdline", "/proc/key-users"):
+            assert (await box.run(f"cat {path} 2>/dev/null")).stdout == b"", path
+        listed = await box.run(
+            "ls -A /proc/fs /sys/fs /sys/block /sys/class/block /sys/dev/block 2>/dev/null | grep -v :$ | grep ."
+        )
+        assert listed.stdout == b""  # each sandbox's disk is a device of the host
         assert (await box.run("ls /sys/firmware /proc/acpi /proc/scsi 2>/dev/null | grep -v :$ | grep .")).stdout == b""
 
     async def test_nothing_of_the_host_is_to_be_seen(self, box: Box) -> None:

@@ -13,7 +13,7 @@ The rules
   nothing of the old one is touched.
 
 Lifecycle states are in ``lifecycle.py``, the order of calls on one sandbox in ``entries.py``, what happens at start
-and on every sweep in ``fleet.py``.
+and on every sweep in ``fleet.py``. This file is longer than its neighbours because every public call stands in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
@@ -401,8 +401,11 @@ class Manager(Commands, Files):
                 try:
                     async with aclosing(archive.blocks()) as blocks:
                         await backend.import_workspace(env_id, blocks, limit)
-                except SandboxError:
+                except SandboxError as error:
                     await archive.verify()  # a damaged file explains the failure better than the importer can
+                    if isinstance(error, InvalidRequestError):
+                        # A guest wrote the archive, not who asks for it now.
+                        raise BackendError(f"snapshot {snapshot.id} cannot be restored: {error.message}") from error
                     raise
                 await archive.verify()
         except MissingFileError:
