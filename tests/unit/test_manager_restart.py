@@ -168,6 +168,26 @@ async def test_a_stopped_sandbox_keeps_its_workspace(server: Server) -> None:
     assert await manager.read_file(sandbox.id, "x") == b"data"
 
 
+async def test_what_a_stop_that_was_cut_short_still_holds_is_freed(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut, runs, fails = [await server.manager.create(CreateOptions()) for _ in range(3)]
+    await server.manager.write_file(cut.id, "x", b"data", 0o644)
+    await server.crash()
+    for sandbox in (cut, fails):
+        await server.fake.kill_guest(sandbox.env_id)
+    server.fake.failures["stop_environment"] = [BackendError("it is stuck")]
+    manager = await server.start()
+    await manager.settle()
+    stops = [env_id for method, env_id in server.wire.calls if method == "stop_environment"]
+    assert sorted(stops) == sorted([cut.env_id, fails.env_id])
+    assert "was not freed: it is stuck" in caplog.text
+    assert (await manager.get(runs.id)).running
+    for sandbox in (cut, fails):
+        assert (await manager.start_sandbox(sandbox.id)).running
+    assert await manager.read_file(cut.id, "x") == b"data"
+
+
 # -- unreadable records --------------------------------------------------------------------------------------
 
 
