@@ -35,8 +35,8 @@ class Plan:
         """Draw the next one."""
         ways: tuple[How, ...] = ("moment", "sent", "sent", "replied", "replied")
         how = rng.choice(ways)
-        op, worker, warm = rng.choice(ops), rng.randrange(workers), rng.randrange(4)
-        delay = rng.uniform(0.1, 1.5) if how == "moment" else rng.uniform(0.0, 0.25) * rng.random()
+        op, worker, warm = rng.choice(ops), rng.randrange(workers), rng.randrange(12)
+        delay = rng.uniform(0.1, 3.0) if how == "moment" else rng.uniform(0.0, 0.25) * rng.random()
         return cls(how, op, worker, warm, delay, rng.uniform(0.2, 2.0) if rng.random() < 0.15 else None)
 
     def __str__(self) -> str:
