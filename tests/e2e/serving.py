@@ -51,14 +51,19 @@ class Served:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> None:
-        """Start the server and return once it answers."""
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start the server and return at once."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [PROGRAM, "serve"], env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+        return self._process
+
+    def start(self) -> None:
+        """Start the server and return once it answers."""
+        process = self.spawn()
         for _ in range(300):
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 break
             with contextlib.suppress(SandboxError), self.client() as client:
                 client.health()

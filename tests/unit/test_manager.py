@@ -230,7 +230,8 @@ async def test_renewal(server: Server, manager: Manager) -> None:
     record = await manager.create(CreateOptions(timeout_seconds=10))
     server.clock.now += 5
     renewed = await manager.set_timeout(record.id, 10)
-    assert renewed == dataclasses.replace(record, expires_at=record.expires_at + 5)
+    later = {"expires_at": record.expires_at + 5, "latest_at": record.latest_at + 5}
+    assert renewed == dataclasses.replace(record, **later)
     shortened = await manager.set_timeout(record.id, 1)
     assert shortened.expires_at == server.clock.now + 1
     for seconds in (0, -1, 86401):
@@ -266,7 +267,7 @@ async def test_a_renewal_under_way_keeps_alive_and_one_that_came_late_does_not(
 ) -> None:
     entry = manager._fleet.entries[(await manager.create(CreateOptions(timeout_seconds=10))).id]
     server.clock.now += 9
-    write = entry.renew(manager._fleet.state, server.clock.now + 10)
+    write = entry.renew(manager._fleet.state, expires_at=server.clock.now + 10)
     server.clock.now += 2  # past the old deadline, the write still under way
     assert await manager.get(entry.record.id)
     await manager._fleet._sweep()
@@ -274,7 +275,7 @@ async def test_a_renewal_under_way_keeps_alive_and_one_that_came_late_does_not(
     assert (await manager.get(entry.record.id)).expires_at == server.clock.now + 8
     server.clock.now += 8
     with pytest.raises(NotFoundError, match="expired"):
-        await entry.renew(manager._fleet.state, server.clock.now + 10)
+        await entry.renew(manager._fleet.state, expires_at=server.clock.now + 10)
     await manager._fleet._sweep()
     await manager.settle()
     assert await server.fake.list_ids() == []

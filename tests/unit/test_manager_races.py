@@ -280,7 +280,7 @@ async def test_a_command_whose_sandbox_expires(server: Server) -> None:
     task = asyncio.create_task(command(server.manager, sandbox.id))
     while not server.fake.environments[sandbox.env_id].execs:
         await asyncio.sleep(0.01)
-    server.clock.now += 10
+    server.clock.now = server.manager._fleet.entries[sandbox.id].record.latest_at
     await server.manager._fleet._sweep()
     async with asyncio.timeout(SOON):
         with pytest.raises(NotFoundError, match="expired"):

@@ -15,6 +15,7 @@ from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager, SandboxRecord
 from agent_sandbox.manager.snapshots import _Writer
+from agent_sandbox.manager.state import MIGRATIONS
 from tests.unit.manager_harness import Server, make_settings, serving
 
 
@@ -167,6 +168,26 @@ async def test_a_stopped_sandbox_keeps_its_workspace(server: Server) -> None:
     assert await manager.read_file(sandbox.id, "x") == b"data"
 
 
+async def test_what_a_stop_that_was_cut_short_still_holds_is_freed(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut, runs, fails = [await server.manager.create(CreateOptions()) for _ in range(3)]
+    await server.manager.write_file(cut.id, "x", b"data", 0o644)
+    await server.crash()
+    for sandbox in (cut, fails):
+        await server.fake.kill_guest(sandbox.env_id)
+    server.fake.failures["stop_environment"] = [BackendError("it is stuck")]
+    manager = await server.start()
+    await manager.settle()
+    stops = [env_id for method, env_id in server.wire.calls if method == "stop_environment"]
+    assert sorted(stops) == sorted([cut.env_id, fails.env_id])
+    assert "was not freed: it is stuck" in caplog.text
+    assert (await manager.get(runs.id)).running
+    for sandbox in (cut, fails):
+        assert (await manager.start_sandbox(sandbox.id)).running
+    assert await manager.read_file(cut.id, "x") == b"data"
+
+
 # -- unreadable records --------------------------------------------------------------------------------------
 
 
@@ -174,7 +195,7 @@ async def test_a_stopped_sandbox_keeps_its_workspace(server: Server) -> None:
     "damage",
     [
         "UPDATE sandboxes SET record = substr(record, 1, 50) WHERE id = ?",
-        "UPDATE sandboxes SET record = replace(record, '\"version\":1', '\"version\":2') WHERE id = ?",
+        "UPDATE sandboxes SET record = replace(record, '\"version\":2', '\"version\":3') WHERE id = ?",
         "UPDATE sandboxes SET env_id = 'nonsense' WHERE id = ?",
         "UPDATE sandboxes SET environments = 'x' WHERE id = ?",
     ],
@@ -324,7 +345,7 @@ async def test_a_state_of_a_newer_server_is_refused_and_nothing_touched(server: 
             await server.start()
     assert ("destroy", sandbox.env_id) not in server.wire.calls
     assert (server.settings.data_dir / "snapshots" / "snapother.tar.zst").exists()
-    edit(server, "PRAGMA user_version = 1")
+    edit(server, f"PRAGMA user_version = {len(MIGRATIONS)}")
     manager = await server.start()
     assert await manager.list_snapshots() == [snapshot]
     assert await ids(server) == ([sandbox.env_id], [sandbox.env_id])
@@ -455,4 +476,6 @@ def test_records_are_what_the_interface_promises() -> None:
         "created_at",
         "expires_at",
         "source_snapshot_id",
+        "latest_at",
+        "metadata",
     ]

@@ -17,8 +17,15 @@ import pytest
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError
 from agent_sandbox.manager import state
 from agent_sandbox.manager.records import UnreadableRecordError
-from agent_sandbox.manager.state import APPLICATION_ID, MIGRATIONS, DataLock, StateStore, prepare_data_dir
-from tests.unit.test_manager_records import SANDBOX, SANDBOX_V1, SNAPSHOT
+from agent_sandbox.manager.state import (
+    APPLICATION_ID,
+    MIGRATIONS,
+    DataLock,
+    StateStore,
+    StoredReply,
+    prepare_data_dir,
+)
+from tests.unit.test_manager_records import SANDBOX, SANDBOX_V1, SANDBOX_V2, SNAPSHOT
 
 
 @pytest.fixture
@@ -100,7 +107,7 @@ from agent_sandbox.manager.state import StateStore
 async def main():
     store = StateStore(Path({str(tmp_path / "state.db")!r}))
     await store.open()
-    await store.put_sandbox(decode_sandbox({SANDBOX_V1!r}), 3)
+    await store.put_sandbox(decode_sandbox({SANDBOX_V2!r}), 3)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
@@ -194,7 +201,7 @@ async def test_migrations_run_once_and_in_order(tmp_path: Path, monkeypatch: pyt
         await store.close()
 
 
-async def test_version_1_of_the_schema_is_what_it_was(store: StateStore) -> None:
+async def test_version_2_of_the_schema_is_what_it_was(store: StateStore) -> None:
     rows = await store._call(
         lambda: (
             store._db()
@@ -204,6 +211,9 @@ async def test_version_1_of_the_schema_is_what_it_was(store: StateStore) -> None
     )
     columns = {name: " ".join(sql.split()) for name, sql in rows}
     assert columns == {
+        "replies": "CREATE TABLE replies ( name TEXT PRIMARY KEY NOT NULL, request TEXT NOT NULL,"
+        " created_at REAL NOT NULL, status INTEGER NOT NULL, body BLOB NOT NULL )",
+        "replies_by_time": "CREATE INDEX replies_by_time ON replies (created_at)",
         "sandboxes": "CREATE TABLE sandboxes ( id TEXT PRIMARY KEY NOT NULL, env_id TEXT NOT NULL,"
         " backend TEXT NOT NULL, environments INTEGER NOT NULL, record TEXT NOT NULL )",
         "snapshots": "CREATE TABLE snapshots ( id TEXT PRIMARY KEY NOT NULL, sandbox_id TEXT NOT NULL,"
@@ -212,13 +222,42 @@ async def test_version_1_of_the_schema_is_what_it_was(store: StateStore) -> None
     }
 
 
+async def test_a_database_of_schema_1_is_brought_up_with_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(f"{MIGRATIONS[0]}; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = 1;")
+        row = (SANDBOX.id, SANDBOX.env_id, SANDBOX.backend, 3, SANDBOX_V1)
+        connection.execute("INSERT INTO sandboxes VALUES (?, ?, ?, ?, ?)", row)
+    connection.close()
+    store = StateStore(path)
+    await store.open()
+    (found,) = await store.load_sandboxes()
+    assert found.record is not None
+    assert (found.record.id, found.environments) == (SANDBOX.id, 3)
+    reply = StoredReply("name", "request", 10.0, 201, b"{}")
+    await store.put_reply(reply, 0.0, 5)
+    assert await store.get_reply("name", 10.0) == reply
+    await store.close()
+
+
+async def test_replies_are_forgotten_by_age_and_number(store: StateStore) -> None:
+    for at in range(6):
+        await store.put_reply(StoredReply(f"r{at}", "request", float(at), 201, b"x"), 1.0, 3)
+    kept = [at for at in range(6) if await store.get_reply(f"r{at}", 0.0) is not None]
+    assert kept == [3, 4, 5]
+    assert await store.get_reply("r3", 3.5) is None
+    await store.put_reply(StoredReply("r9", "request", 9.0, 201, b"x"), 4.5, 3)
+    assert await store.get_reply("r4", 0.0) is None
+    assert await store.get_reply("r5", 0.0) is not None
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         "UPDATE sandboxes SET record = substr(record, 1, 100)",
         "UPDATE sandboxes SET record = ''",
         "UPDATE sandboxes SET record = x'00ff'",
-        "UPDATE sandboxes SET record = replace(record, '\"version\":1', '\"version\":99')",
+        "UPDATE sandboxes SET record = replace(record, '\"version\":2', '\"version\":99')",
         "UPDATE sandboxes SET env_id = 'sb0123456789abcdef-9'",
         "UPDATE sandboxes SET environments = 'many'",
     ],

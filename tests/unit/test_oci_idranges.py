@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.backends.oci.idranges import END, SIZE, IdRanges
-from agent_sandbox.errors import LimitExceededError
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import InvalidRequestError, LimitExceededError
 
 FIRST = 2_013_265_920
 
@@ -75,3 +76,15 @@ def test_a_record_keeps_its_range(ranges: IdRanges, tmp_path: Path) -> None:
 def test_nothing_happens_where_there_is_no_directory(tmp_path: Path) -> None:
     IdRanges(tmp_path / "ids", FIRST).release(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("base", [0, -65_536, 65_535, 65_537, FIRST + 1, END, 1 << 40])
+def test_a_base_that_cannot_be_is_refused(base: int) -> None:
+    with pytest.raises(InvalidRequestError, match="AGENT_SANDBOX_ID_RANGE_BASE"):
+        Settings(id_range_base=base)
+
+
+def test_the_default_base_leaves_room_for_two_thousand() -> None:
+    assert Settings().id_range_base == FIRST
+    assert (END - FIRST) // SIZE == 2046
+    assert Settings(id_range_base=END - SIZE).id_range_base == 0x7FFD_0000

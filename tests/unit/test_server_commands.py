@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from agent_sandbox.errors import ConnectionLostError, InvalidRequestError
-from agent_sandbox.server import execs
+from agent_sandbox.server import streams
+from agent_sandbox.server.commands import EventStream, Lines
 from agent_sandbox.types import ExecEvent, ExecExit, ExecOutput
 from tests.unit.server_harness import KEY, Running, running, settings_for
 
@@ -158,7 +159,7 @@ def test_output_arrives_while_the_command_runs(server: Running, sandbox: str) ->
 def test_headers_of_a_silent_command_come_before_its_end(
     server: Running, sandbox: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execs, "HEADERS_WITHIN_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "HEADERS_WITHIN_SECONDS", 0.05)
     began = time.monotonic()
     with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "sleep 5"}) as sock:
         assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -294,7 +295,7 @@ def test_an_error_before_the_first_event_is_an_ordinary_reply(
 def test_an_error_in_the_middle_is_said_and_cuts_the_stream_off(
     server: Running, sandbox: str, scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    monkeypatch.setattr(execs, "HEADERS_WITHIN_SECONDS", 0.05)
+    monkeypatch.setattr(streams, "HEADERS_WITHIN_SECONDS", 0.05)
     script = scripted(0.3, LOST) if late else scripted(ExecOutput("stdout", b"some"), LOST)
     with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "x"}) as sock:
         text = whole(sock)

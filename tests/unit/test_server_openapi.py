@@ -55,7 +55,7 @@ FIXED = [
 def test_every_route_of_the_fixed_block_is_there() -> None:
     paths = json.loads(openapi_document())["paths"]
     for method, path, success in FIXED:
-        assert [status for status in paths[path][method]["responses"] if status < "300"] == [success]
+        assert min(paths[path][method]["responses"]) == success
 
 
 def test_requests_refuse_unknown_fields() -> None:

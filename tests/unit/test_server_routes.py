@@ -59,6 +59,7 @@ def test_a_sandbox_from_creation_to_end(server: Running) -> None:
         "backend": "fake",
         "disk_mb": 1024,
         "state": "running",
+        "metadata": {},
     }
     path = f"/v1/sandboxes/{sandbox_id}"
     assert server.call("GET", path).json == reply.json

@@ -11,18 +11,23 @@ use crate::pack::MapWriter;
 use crate::tarread::{Next, Reader};
 use crate::tarsink::Stop;
 use crate::wire::HEADER;
-use crate::{tarin, tarout, workers};
+use crate::{resolve, tarin, tarout, workers};
+use rustix::fs::{Mode, OFlags, openat};
+use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use tokio::sync::mpsc;
 
 const PIECES: usize = 4;
 
-pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
+pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64, path: Option<Vec<u8>>) -> Answer {
     let (send, mut receive) = mpsc::channel::<Vec<u8>>(PIECES);
     let (workspace, id) = (daemon.config.workspace.clone(), stream.id);
     // Two exports may run at once.
     let table_bytes = daemon.config.table_bytes / 2;
-    let result = daemon.archives.run(move || tarout::export(&workspace, max_bytes, table_bytes, id, send));
+    let result = daemon.archives.run(move || {
+        let root = place(&workspace, path.as_deref(), false)?;
+        tarout::export(root, max_bytes, table_bytes, id, send)
+    });
     while let Some(frame) = receive.recv().await {
         let cost = frame.len() - HEADER;
         if let Err(Gone) = stream.wait_room(cost).await {
@@ -46,7 +51,7 @@ pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Ans
     }
 }
 
-pub async fn import(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
+pub async fn import(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64, path: Option<Vec<u8>>) -> Answer {
     let (send, mut receive) = mpsc::channel::<Input>(PIECES);
     let workspace = daemon.config.workspace.clone();
     let (uid, gid) = (daemon.config.uid, daemon.config.gid);
@@ -66,7 +71,8 @@ pub async fn import(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Ans
     };
     let result = daemon.archives.run(move || {
         workers::become_user(uid, gid).map_err(not_the_user)?;
-        let result = tarin::import(&workspace, max_bytes, Reader::new(source));
+        let result = place(&workspace, path.as_deref(), true)
+            .and_then(|root| tarin::import(root, max_bytes, Reader::new(source)));
         workers::become_root().map_err(not_the_user)?;
         result
     });
@@ -87,6 +93,14 @@ pub async fn import(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Ans
         }
     }
     answer(result.await)
+}
+
+/// The directory that an archive is of: the workspace, or one beneath it. It is opened again for reading, since the
+/// walk gives descriptors that only look up names.
+fn place(workspace: &[u8], path: Option<&[u8]>, make: bool) -> Result<OwnedFd, Failure> {
+    let directory = resolve::directory(workspace, path.unwrap_or(workspace), make)?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(openat(&directory, ".", flags, Mode::empty())?)
 }
 
 fn not_the_user(error: std::io::Error) -> Failure {

@@ -104,6 +104,8 @@ pub struct Seen {
     pub parent: pid_t,
     /// It has ended, or its first thread has.
     pub zombie: bool,
+    /// When it began, in hundredths of a second since the system did.
+    pub began: u64,
 }
 
 /// Call `each` with every process that `/proc` shows.
@@ -149,7 +151,7 @@ fn number(name: &[u8]) -> Option<pid_t> {
     Some(digits.iter().fold(0, |n, &byte| n * 10 + pid_t::from(byte - b'0')))
 }
 
-/// The third and fourth field of `/proc/PID/stat`. The second is a name in brackets that may hold anything, so the
+/// The third, fourth and 22nd field of `/proc/PID/stat`. The second is a name in brackets that may hold anything, so the
 /// last closing bracket counts. `None` when there is no such process, or it is hidden.
 pub fn look(pid: pid_t) -> Option<Seen> {
     let stat = Path::new().text(b"/proc/").number(pid).text(b"/stat").open(libc::O_RDONLY);
@@ -164,7 +166,10 @@ pub fn look(pid: pid_t) -> Option<Seen> {
     let after = text.iter().rposition(|&byte| byte == b')')?;
     let mut fields = text[after + 1..].split(|&byte| byte == b' ').filter(|field| !field.is_empty());
     let zombie = matches!(fields.next()?, b"Z" | b"X");
-    Some(Seen { parent: number(fields.next()?)?, zombie })
+    let parent = number(fields.next()?)?;
+    let digits = fields.nth(17).unwrap_or(&[]);
+    let began = digits.iter().fold(0u64, |n, &byte| n.wrapping_mul(10).wrapping_add(u64::from(byte & 15)));
+    Some(Seen { parent, zombie, began })
 }
 
 #[cfg(test)]

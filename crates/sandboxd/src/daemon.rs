@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::conn::Conn;
 use crate::exec::Objects;
 use crate::workers::{self, Workers};
+use rustix::net::SocketAddrAny;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashSet, VecDeque};
@@ -13,6 +14,7 @@ use std::os::fd::OwnedFd;
 use std::rc::{Rc, Weak};
 use std::time::{Duration, Instant};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::sleep;
 
@@ -38,6 +40,12 @@ pub struct Daemon {
     /// For reading pipes; nobody holds it over an await.
     pub scratch: RefCell<Vec<u8>>,
     pub objects: Objects,
+    /// Where the daemon listens.
+    pub address: SocketAddrAny,
+    /// Watches that are going on.
+    pub watches: Cell<usize>,
+    /// The daemon is to end.
+    pub shutdown: Notify,
     supervisors: RefCell<HashSet<i32>>,
     hunting: Cell<bool>,
     strangers: RefCell<VecDeque<Weak<Conn>>>,
@@ -46,7 +54,12 @@ pub struct Daemon {
 
 impl Daemon {
     /// Start the threads and get hold of everything that must not fail later.
-    pub fn new(config: Config, open_files: libc::rlimit, null: OwnedFd) -> io::Result<Rc<Daemon>> {
+    pub fn new(
+        config: Config,
+        open_files: libc::rlimit,
+        null: OwnedFd,
+        address: SocketAddrAny,
+    ) -> io::Result<Rc<Daemon>> {
         let (uid, gid) = (config.uid, config.gid);
         Ok(Rc::new(Daemon {
             files: Workers::start("files", FILE_THREADS, move || workers::become_user(uid, gid))?,
@@ -57,6 +70,9 @@ impl Daemon {
             started: Instant::now(),
             scratch: RefCell::new(vec![0; SCRATCH]),
             objects: Objects::default(),
+            address,
+            watches: Cell::new(0),
+            shutdown: Notify::new(),
             supervisors: RefCell::default(),
             hunting: Cell::new(false),
             strangers: RefCell::default(),

@@ -69,6 +69,8 @@ struct Running {
     started: Instant,
     control: Option<Rc<AsyncFd<OwnedFd>>>,
     pipes: Vec<Pipe>,
+    /// The command's end of its terminal, held so that one that closes it may open it again.
+    slave: Option<OwnedFd>,
     /// The note that the command runs, until it has been sent.
     news: Option<Vec<u8>>,
     failed: Option<(Stage, i32)>,
@@ -212,6 +214,8 @@ impl Running {
                     Some(Report::Failed { stage, errno }) => self.failed = Some((stage, errno)),
                     Some(Report::Exit { status, user_us, system_us, max_rss_kb }) => {
                         let wall = self.started.elapsed();
+                        self.slave = None;
+                        self.input.shut();
                         self.exit = Some(Exit { status, user_us, system_us, max_rss_kb, wall });
                     }
                     Some(Report::Killed { empty }) => {

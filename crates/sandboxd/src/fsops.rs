@@ -46,7 +46,7 @@ const KERNEL_FILE_SYSTEMS: [u64; 13] = [
 
 pub type Answer = Result<Option<Vec<u8>>, Failure>;
 
-fn kind_of(stat: &Stat) -> FileType {
+pub fn kind_of(stat: &Stat) -> FileType {
     FileType::from_raw_mode(stat.st_mode)
 }
 
@@ -72,14 +72,14 @@ fn base_name(path: &[u8]) -> &[u8] {
     path.split(|&byte| byte == b'/').rfind(|part| !part.is_empty()).unwrap_or(b"/")
 }
 
-fn entry_map(path: &[u8], stat: &Stat) -> Vec<u8> {
+pub fn entry_map(path: &[u8], stat: &Stat) -> Vec<u8> {
     MapWriter::new(1).raw("entry", &entry(base_name(path), path, stat)).done()
 }
 
 /// Open, following links but not the magic ones of `/proc`, which would lead through the daemon's own
 /// descriptors. Where the system cannot tell them apart (before 5.6, gVisor) they are followed; what is behind
 /// them is still opened as the sandbox user.
-fn open(path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
+pub fn open(path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
     static TELLS_MAGIC: OnceLock<bool> = OnceLock::new();
     let without_magic =
         |path: &[u8], flags| openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS);

@@ -5,10 +5,12 @@
 //! none. Everything that must not fail later (threads, descriptors) is made before it says that it is ready.
 
 mod archive;
+mod change;
 mod children;
 mod config;
 mod conn;
 mod daemon;
+mod dial;
 mod errors;
 mod exec;
 mod fsops;
@@ -28,6 +30,8 @@ mod tarsink;
 #[cfg(test)]
 mod tartests;
 mod tree;
+mod watch;
+mod watchtree;
 mod wire;
 mod workers;
 
@@ -84,9 +88,10 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
         .build()
         .map_err(|error| format!("cannot start: {error}"))?;
     let (listener, socket) = listener(listen)?;
+    let address = rustix::net::getsockname(&listener).map_err(|errno| format!("cannot listen: {errno}"))?;
     let result = LocalSet::new().block_on(&runtime, async {
-        let daemon =
-            Daemon::new(config, open_files, null).map_err(|error| format!("cannot start: {error}"))?;
+        let daemon = Daemon::new(config, open_files, null, address)
+            .map_err(|error| format!("cannot start: {error}"))?;
         let listener = tokio::net::UnixListener::from_std(listener)
             .map_err(|error| format!("cannot listen: {error}"))?;
         let broken = |error| format!("cannot watch signals: {error}");
@@ -103,6 +108,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
         tokio::select! {
             () = daemon.accept(listener) => {}
             _ = terminate.recv() => {}
+            () = daemon.shutdown.notified() => {}
         }
         daemon.say_goodbye();
         // One turn for the last words; whoever does not read them is not waited for.

@@ -4,7 +4,7 @@ use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::pack::{Map, Value};
-use crate::{archive, exec, fsops, sys};
+use crate::{archive, change, dial, exec, fsops, sys, watch};
 use std::rc::Rc;
 
 /// The longest path that is taken, the kernel's limit without the closing NUL.
@@ -23,10 +23,18 @@ pub enum Op {
     List { path: Vec<u8> },
     Read(fsops::ReadRequest),
     Write { path: Vec<u8>, mode: u32 },
-    Export { max_bytes: u64 },
-    Import { max_bytes: u64 },
+    Mkdir { path: Vec<u8>, mode: u32, parents: bool },
+    Move { from: Vec<u8>, to: Vec<u8>, replace: bool },
+    Remove { path: Vec<u8>, recursive: bool },
+    Chmod { path: Vec<u8>, mode: u32 },
+    Watch { path: Vec<u8>, recursive: bool },
+    Export { max_bytes: u64, path: Option<Vec<u8>> },
+    Import { max_bytes: u64, path: Option<Vec<u8>> },
+    Dial(dial::Place),
     Info,
     Stats,
+    Sync,
+    Shutdown,
 }
 
 /// Read an OPEN. The daemon is needed for what a command inherits from it.
@@ -56,15 +64,25 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
             length: args.optional_uint("length")?,
             max_bytes: args.optional_uint("max_bytes")?,
         }),
-        "fs.write" => {
-            let mode = args.uint("mode")?;
-            if mode > 0o7777 {
-                return Err(Failure::invalid("mode has more than permission bits"));
-            }
-            Op::Write { path: args.path("path")?, mode: mode as u32 }
-        }
-        "tar.export" => Op::Export { max_bytes: args.uint("max_bytes")? },
-        "tar.import" => Op::Import { max_bytes: args.uint("max_bytes")? },
+        "fs.write" => Op::Write { path: args.path("path")?, mode: args.mode()? },
+        "fs.mkdir" => Op::Mkdir {
+            path: args.path("path")?,
+            mode: args.mode()?,
+            parents: args.bool_or("parents", true)?,
+        },
+        "fs.move" => Op::Move {
+            from: args.path("from")?,
+            to: args.path("to")?,
+            replace: args.bool_or("replace", true)?,
+        },
+        "fs.remove" => Op::Remove { path: args.path("path")?, recursive: args.bool_or("recursive", false)? },
+        "fs.chmod" => Op::Chmod { path: args.path("path")?, mode: args.mode()? },
+        "fs.watch" => Op::Watch { path: args.path("path")?, recursive: args.bool_or("recursive", true)? },
+        "tar.export" => Op::Export { max_bytes: args.uint("max_bytes")?, path: args.optional_path("path")? },
+        "tar.import" => Op::Import { max_bytes: args.uint("max_bytes")?, path: args.optional_path("path")? },
+        "net.dial" => Op::Dial(place(&args)?),
+        "sys.sync" => Op::Sync,
+        "sys.shutdown" => Op::Shutdown,
         "sys.info" => Op::Info,
         "sys.stats" => Op::Stats,
         other => {
@@ -74,12 +92,23 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
     })
 }
 
+fn place(args: &Args<'_>) -> Result<dial::Place, Failure> {
+    match (args.optional_uint("port")?, args.optional_path("path")?) {
+        (Some(port), None) => match u16::try_from(port) {
+            Ok(port @ 1..) => Ok(dial::Place::Port(port)),
+            _ => Err(Failure::invalid("port is not from 1 to 65535")),
+        },
+        (None, Some(path)) => Ok(dial::Place::Path(path)),
+        _ => Err(Failure::invalid("either a port or a path is needed")),
+    }
+}
+
 impl Op {
     /// Whether the client sends data on channel 0.
     pub fn takes_input(&self) -> bool {
         match self {
             Op::Exec(request) => request.takes_input(),
-            Op::Write { .. } | Op::Import { .. } | Op::Stdin { .. } => true,
+            Op::Write { .. } | Op::Import { .. } | Op::Stdin { .. } | Op::Dial(_) => true,
             _ => false,
         }
     }
@@ -101,8 +130,16 @@ impl Op {
             Op::List { path } => fsops::list(&daemon, &stream, path).await,
             Op::Read(request) => fsops::read(&daemon, &stream, request).await,
             Op::Write { path, mode } => fsops::write(&daemon, &stream, path, mode).await,
-            Op::Export { max_bytes } => archive::export(&daemon, &stream, max_bytes).await,
-            Op::Import { max_bytes } => archive::import(&daemon, &stream, max_bytes).await,
+            Op::Mkdir { path, mode, parents } => change::mkdir(&daemon, path, mode, parents).await,
+            Op::Move { from, to, replace } => change::rename(&daemon, from, to, replace).await,
+            Op::Remove { path, recursive } => change::remove(&daemon, &stream, path, recursive).await,
+            Op::Chmod { path, mode } => change::chmod(&daemon, path, mode).await,
+            Op::Watch { path, recursive } => watch::watch(&daemon, &stream, path, recursive).await,
+            Op::Export { max_bytes, path } => archive::export(&daemon, &stream, max_bytes, path).await,
+            Op::Import { max_bytes, path } => archive::import(&daemon, &stream, max_bytes, path).await,
+            Op::Dial(place) => dial::dial(&daemon, &stream, place).await,
+            Op::Sync => sys::sync(&daemon).await,
+            Op::Shutdown => sys::shutdown(&daemon, &stream),
             Op::Info => Ok(Some(sys::info(&daemon))),
             Op::Stats => sys::stats(&daemon).map(Some),
         };
@@ -148,6 +185,18 @@ impl<'a> Args<'a> {
             Some(Value::Bool(value)) => Ok(value),
             Some(_) => Err(Failure::invalid(format!("{key} is not true or false"))),
         }
+    }
+
+    /// Permission bits under `mode`.
+    fn mode(&self) -> Result<u32, Failure> {
+        match self.uint("mode")? {
+            mode @ 0..=0o7777 => Ok(mode as u32),
+            _ => Err(Failure::invalid("mode has more than permission bits")),
+        }
+    }
+
+    fn optional_path(&self, key: &str) -> Result<Option<Vec<u8>>, Failure> {
+        if self.0.get(key).is_some() { self.path(key).map(Some) } else { Ok(None) }
     }
 
     /// An absolute path without NUL that the kernel could take.

@@ -22,11 +22,22 @@ const MAX_DEPTH: usize = 512;
 /// How often one name may turn out to be something else than a moment ago; making it counts once.
 const MAX_SURPRISES: usize = 100;
 
-/// Where a file is to be: an open directory and a name in it that is neither a link nor a directory.
+/// A name in an open directory.
 #[derive(Debug)]
 pub struct Target {
     pub parent: OwnedFd,
     pub name: Vec<u8>,
+}
+
+/// What the last name of a path may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Last {
+    /// Free, or what is neither a link nor a directory. Links are followed.
+    File,
+    /// Anything that is there, links followed.
+    Thing,
+    /// Whatever it is, or nothing: it is not looked at.
+    Name,
 }
 
 const DIRECTORY: OFlags =
@@ -38,26 +49,38 @@ struct Walk {
     rest: VecDeque<Vec<u8>>,
     workspace: Vec<Vec<u8>>,
     links: usize,
+    last: Last,
+    /// Missing directories on the way are made.
+    make: bool,
 }
 
 /// Find where to put a file, making the directories on the way that are missing.
 pub fn target(workspace: &[u8], path: &[u8]) -> Result<Target, Failure> {
-    let root = openat(rustix::fs::CWD, workspace, DIRECTORY, Mode::empty())?;
-    let workspace: Vec<Vec<u8>> = components(workspace).collect();
-    let mut rest: VecDeque<Vec<u8>> = components(path).collect();
-    for part in &workspace {
-        if rest.pop_front().as_ref() != Some(part) {
-            return Err(Failure::invalid("the path is not beneath the workspace"));
-        }
-    }
+    let walk = Walk::new(workspace, path, Last::File, true)?;
     if path.ends_with(b"/") || path.ends_with(b"/.") {
         return Err(Failure::invalid("the path names a directory"));
     }
-    if rest.len() > MAX_DEPTH + 1 {
-        // Before the first directory is made; what links add is counted on the way.
-        return Err(too_deep());
+    walk.run()
+}
+
+/// Find a name as it stands, whatever it is. `None` for a path that ends in `..` or is the workspace itself.
+pub fn name(workspace: &[u8], path: &[u8], make: bool) -> Result<Option<Target>, Failure> {
+    let walk = Walk::new(workspace, path, Last::Name, make)?;
+    match walk.rest.back() {
+        Some(last) if last != b".." => walk.run().map(Some),
+        _ => Ok(None),
     }
-    Walk { root, stack: Vec::new(), rest, workspace, links: 0 }.run()
+}
+
+/// Find something that is there and no link. `None` for the workspace itself.
+pub fn thing(workspace: &[u8], path: &[u8]) -> Result<Option<Target>, Failure> {
+    let walk = Walk::new(workspace, path, Last::Thing, false)?;
+    if walk.rest.is_empty() { Ok(None) } else { walk.run().map(Some) }
+}
+
+/// Open a directory for looking up names in it.
+pub fn directory(workspace: &[u8], path: &[u8], make: bool) -> Result<OwnedFd, Failure> {
+    Walk::new(workspace, path, Last::Name, make)?.run_into()
 }
 
 fn too_deep() -> Failure {
@@ -69,6 +92,22 @@ fn components(path: &[u8]) -> impl Iterator<Item = Vec<u8>> {
 }
 
 impl Walk {
+    fn new(workspace: &[u8], path: &[u8], last: Last, make: bool) -> Result<Walk, Failure> {
+        let root = openat(rustix::fs::CWD, workspace, DIRECTORY, Mode::empty())?;
+        let workspace: Vec<Vec<u8>> = components(workspace).collect();
+        let mut rest: VecDeque<Vec<u8>> = components(path).collect();
+        for part in &workspace {
+            if rest.pop_front().as_ref() != Some(part) {
+                return Err(Failure::invalid("the path is not beneath the workspace"));
+            }
+        }
+        if rest.len() > MAX_DEPTH + 1 {
+            // Before the first directory is made; what links add is counted on the way.
+            return Err(too_deep());
+        }
+        Ok(Walk { root, stack: Vec::new(), rest, workspace, links: 0, last, make })
+    }
+
     fn here(&self) -> BorrowedFd<'_> {
         self.stack.last().unwrap_or(&self.root).as_fd()
     }
@@ -76,29 +115,50 @@ impl Walk {
     fn run(mut self) -> Result<Target, Failure> {
         let mut surprises = 0;
         while let Some(name) = self.rest.pop_front() {
-            if name == b".." {
-                if self.stack.pop().is_none() {
-                    return Err(Failure::invalid("the path leaves the workspace"));
-                }
-                continue;
+            let settled = if name == b".." {
+                self.leave()?
+            } else if self.rest.is_empty() {
+                self.settle(&name)?
+            } else {
+                self.enter(&name)?
+            };
+            if settled == Settled::Target {
+                let parent = self.stack.pop().unwrap_or(self.root);
+                return Ok(Target { parent, name });
             }
-            let settled = if self.rest.is_empty() { self.last(&name)? } else { self.enter(&name)? };
-            match settled {
-                Settled::Target => {
-                    let parent = self.stack.pop().unwrap_or(self.root);
-                    return Ok(Target { parent, name });
-                }
-                Settled::Passed => surprises = 0,
-                Settled::Again => {
-                    surprises += 1;
-                    if surprises > MAX_SURPRISES {
-                        return Err(Failure::invalid("the path changes all the time"));
-                    }
-                    self.rest.push_front(name);
-                }
-            }
+            self.go_on(settled, name, &mut surprises)?;
         }
         Err(Failure::invalid("the path names a directory"))
+    }
+
+    /// Go all the way, also into the last name.
+    fn run_into(mut self) -> Result<OwnedFd, Failure> {
+        let mut surprises = 0;
+        while let Some(name) = self.rest.pop_front() {
+            let settled = if name == b".." { self.leave()? } else { self.enter(&name)? };
+            self.go_on(settled, name, &mut surprises)?;
+        }
+        Ok(self.stack.pop().unwrap_or(self.root))
+    }
+
+    fn go_on(&mut self, settled: Settled, name: Vec<u8>, surprises: &mut usize) -> Result<(), Failure> {
+        if settled == Settled::Passed {
+            *surprises = 0;
+        } else if settled == Settled::Again {
+            *surprises += 1;
+            if *surprises > MAX_SURPRISES {
+                return Err(Failure::invalid("the path changes all the time"));
+            }
+            self.rest.push_front(name);
+        }
+        Ok(())
+    }
+
+    fn leave(&mut self) -> Result<Settled, Failure> {
+        match self.stack.pop() {
+            Some(_) => Ok(Settled::Passed),
+            None => Err(Failure::invalid("the path leaves the workspace")),
+        }
     }
 
     /// Go into a directory, or follow a link.
@@ -111,7 +171,7 @@ impl Walk {
                 self.stack.push(directory);
                 Ok(Settled::Passed)
             }
-            Err(Errno::NOENT) => match mkdirat(self.here(), name, Mode::from_raw_mode(0o755)) {
+            Err(Errno::NOENT) if self.make => match mkdirat(self.here(), name, Mode::from_raw_mode(0o755)) {
                 // Somebody else may make it at the same moment.
                 Ok(()) | Err(Errno::EXIST) => Ok(Settled::Again),
                 Err(errno) => Err(errno.into()),
@@ -121,15 +181,20 @@ impl Walk {
         }
     }
 
-    /// Look at the last name: it may be free or a file to replace.
-    fn last(&mut self, name: &[u8]) -> Result<Settled, Failure> {
+    /// Look at the last name.
+    fn settle(&mut self, name: &[u8]) -> Result<Settled, Failure> {
+        if self.last == Last::Name {
+            return Ok(Settled::Target);
+        }
         match statat(self.here(), name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
-                FileType::Directory => Err(Failure::invalid("the path names a directory")),
                 FileType::Symlink => self.follow(name, Errno::INVAL),
+                FileType::Directory if self.last == Last::File => {
+                    Err(Failure::invalid("the path names a directory"))
+                }
                 _ => Ok(Settled::Target),
             },
-            Err(Errno::NOENT) => Ok(Settled::Target),
+            Err(Errno::NOENT) if self.last == Last::File => Ok(Settled::Target),
             Err(errno) => Err(errno.into()),
         }
     }
@@ -153,7 +218,7 @@ impl Walk {
             return Err(Errno::LOOP.into());
         }
         let names_directory = target.ends_with(b"/") || target.ends_with(b"/.") || target.ends_with(b"/..");
-        if self.rest.is_empty() && names_directory {
+        if self.rest.is_empty() && names_directory && self.last == Last::File {
             return Err(Failure::invalid("the path names a directory"));
         }
         let mut parts: VecDeque<Vec<u8>> = components(&target).collect();
@@ -171,6 +236,7 @@ impl Walk {
     }
 }
 
+#[derive(PartialEq, Eq)]
 enum Settled {
     Target,
     Passed,

@@ -1,7 +1,9 @@
 //! What the daemon says of itself and its sandbox.
 
+use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::Failure;
+use crate::fsops::Answer;
 use crate::pack::MapWriter;
 use rustix::fs::{CWD, Mode, OFlags, RawDir, openat};
 use rustix::io::Errno;
@@ -26,6 +28,22 @@ pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
         .uint("memory_bytes", resident()?)
         .uint("ring_bytes", daemon.objects.ring_bytes() as u64)
         .done())
+}
+
+/// Write everything of the workspace's file system to its disk.
+pub async fn sync(daemon: &Daemon) -> Answer {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    // Opened by root: a workspace that its user may not read is synced too.
+    let workspace = openat(CWD, &daemon.config.workspace[..], flags, Mode::empty())?;
+    daemon.files.run(move || rustix::fs::syncfs(&workspace)).await?;
+    Ok(Some(MapWriter::new(0).done()))
+}
+
+/// Answer, and have the daemon end. The supervisors end their trees when it is gone.
+pub fn shutdown(daemon: &Daemon, stream: &Stream) -> Answer {
+    stream.end(&MapWriter::new(0).done());
+    daemon.shutdown.notify_one();
+    Ok(None)
 }
 
 /// All that `/proc` has a directory for.

@@ -14,7 +14,7 @@ use crate::fsops::write_all;
 use crate::tarfmt::Time;
 use crate::tarread::{Entry, EntryKind, Reader};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, XattrFlags, chmodat, fchmod,
+    AtFlags, FileType, Mode, OFlags, Timespec, Timestamps, UTIME_OMIT, XattrFlags, chmodat, fchmod,
     fsetxattr, ftruncate, futimens, linkat, mkdirat, mknodat, openat, statat, symlinkat, unlinkat, utimensat,
 };
 use rustix::io::Errno;
@@ -34,9 +34,8 @@ pub struct Summary {
     pub file_bytes: u64,
 }
 
-/// Read the whole archive into `workspace`.
-pub fn import(workspace: &[u8], max_bytes: u64, mut reader: Reader) -> Result<Summary, Failure> {
-    let root = openat(CWD, workspace, DIRECTORY, Mode::empty())?;
+/// Read the whole archive into a directory.
+pub fn import(root: OwnedFd, max_bytes: u64, mut reader: Reader) -> Result<Summary, Failure> {
     let mut import =
         Import { tree: Tree::new(root), max_bytes, summary: Summary { entries: 0, file_bytes: 0 } };
     while let Some(entry) = reader.next()? {

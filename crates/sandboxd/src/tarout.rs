@@ -14,8 +14,7 @@ use crate::errors::{Code, Failure};
 use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
 use crate::tarsink::{Out, Stop, extents, sparse_map};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RawDir, Stat, fgetxattr, flistxattr, fstat, openat, readlinkat,
-    statat,
+    AtFlags, FileType, Mode, OFlags, RawDir, Stat, fgetxattr, flistxattr, fstat, openat, readlinkat, statat,
 };
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -42,15 +41,14 @@ pub struct Summary {
     pub skipped_total: u64,
 }
 
-/// Write the archive of `workspace` as finished DATA frames of `stream`.
+/// Write the archive of a directory as finished DATA frames of `stream`.
 pub fn export(
-    workspace: &[u8],
+    root: OwnedFd,
     max_bytes: u64,
     table_bytes: usize,
     stream: u32,
     frames: Sender<Vec<u8>>,
 ) -> Result<Summary, Stop> {
-    let root = openat(CWD, workspace, READ | OFlags::DIRECTORY, Mode::empty())?;
     let stat = fstat(&root)?;
     let mut walk = Walk {
         device: stat.st_dev,

@@ -32,8 +32,8 @@ impl Place {
         self.0.join("w").join(name)
     }
 
-    fn root(&self) -> Vec<u8> {
-        self.0.join("w").into_os_string().into_encoded_bytes()
+    fn open(&self) -> std::os::fd::OwnedFd {
+        fs::File::open(self.at("")).unwrap().into()
     }
 
     fn export(&self, max_bytes: u64) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
@@ -42,8 +42,8 @@ impl Place {
 
     fn export_within(&self, max_bytes: u64, table_bytes: usize) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
         let (send, mut receive) = tokio::sync::mpsc::channel(4);
-        let root = self.root();
-        let thread = std::thread::spawn(move || tarout::export(&root, max_bytes, table_bytes, 1, send));
+        let root = self.open();
+        let thread = std::thread::spawn(move || tarout::export(root, max_bytes, table_bytes, 1, send));
         let mut archive = Vec::new();
         while let Some(frame) = receive.blocking_recv() {
             archive.extend_from_slice(&frame[HEADER + 1..]);
@@ -52,7 +52,7 @@ impl Place {
     }
 
     fn import(&self, archive: &[u8], piece: usize) -> Result<tarin::Summary, Failure> {
-        tarin::import(&self.root(), PLENTY, reader(archive, piece))
+        tarin::import(self.open(), PLENTY, reader(archive, piece))
     }
 
     /// The whole archive must be refused and nothing may appear beside the workspace.
@@ -221,7 +221,7 @@ fn export_stops_at_its_limit_and_when_nobody_listens() {
     fs::write(place.at("g"), vec![1; 1 << 20]).unwrap();
     let (send, receive) = tokio::sync::mpsc::channel(1);
     drop(receive);
-    assert!(matches!(tarout::export(&place.root(), PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
+    assert!(matches!(tarout::export(place.open(), PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
 }
 
 #[test]
@@ -293,7 +293,7 @@ fn a_tree_that_changes_meanwhile_gives_a_whole_archive() {
             let (summary, archive) = from.export(PLENTY);
             assert!(summary.is_ok());
             assert!(!archive.windows(5).any(|part| part == b"root:"), "a link was followed");
-            tarin::import(&to.root(), PLENTY, reader(&archive, 9_999)).unwrap();
+            tarin::import(to.open(), PLENTY, reader(&archive, 9_999)).unwrap();
         }
         stop.store(true, Ordering::Relaxed);
     });
@@ -459,8 +459,8 @@ fn import_stops_at_its_limit() {
     let place = Place::new();
     let archive =
         Tar::default().entry(kind::FILE, "a", "", &[1; 600]).entry(kind::FILE, "b", "", &[1; 600]).end();
-    assert!(tarin::import(&place.root(), 1_200, reader(&archive, 512)).is_ok());
-    let failure = tarin::import(&place.root(), 1_199, reader(&archive, 512)).err().unwrap();
+    assert!(tarin::import(place.open(), 1_200, reader(&archive, 512)).is_ok());
+    let failure = tarin::import(place.open(), 1_199, reader(&archive, 512)).err().unwrap();
     assert_eq!(failure.code, Code::TooLarge);
 }
 

@@ -1,7 +1,10 @@
 //! One signal for every process below a supervisor.
 //!
-//! The tree is found by passes over `/proc`: whoever has a parent in the tree is in it. A pass may miss what is
-//! forked while it runs, so there is another one until a pass meets nobody new; each process gets the signal once.
+//! The tree is found by passes over `/proc`: whoever has a parent in the tree is in it, and gets the signal once. A
+//! pass may miss what is forked while it runs, so there is another one until a pass meets nobody new. The children
+//! that a process forks after it got the signal get it too where they are met, but are no reason to go on: a shell
+//! that handles the signal and goes on starting programs would keep the passes going for ever. One whose parent died
+//! meanwhile is a reason, since that parent may have been missed.
 //! Like the rest of the supervisor this makes system calls only: who has been met is a bit in memory that the kernel
 //! is asked for. Where processes are hidden from the supervisor nothing is sent at all.
 
@@ -62,6 +65,14 @@ impl Drop for Met {
     }
 }
 
+/// The time since the system began, as processes count it.
+fn hundredths() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel fills the structure.
+    unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) };
+    now.tv_sec as u64 * 100 + now.tv_nsec as u64 / 10_000_000
+}
+
 /// Send `signal` to every process below this one, and answer to how many.
 ///
 /// # Safety
@@ -82,13 +93,14 @@ pub unsafe fn signal(command: pid_t, signal: c_int) -> (u64, Outcome) {
     if hidden {
         return (0, Outcome::Hidden);
     }
+    let now = hundredths();
     let mut count = 0;
     for _ in 0..PASSES {
         let mut news = false;
         children::everything(|pid, seen| {
             if (seen.parent == own || met.has(seen.parent)) && !met.has(pid) {
                 met.add(pid);
-                news = true;
+                news |= seen.began <= now || seen.parent == own;
                 // A process whose first thread has ended looks like a dead one but may live.
                 // SAFETY: a number; whoever has it by now is a process of this sandbox.
                 count += u64::from(unsafe { libc::kill(pid, signal) } == 0 && !seen.zombie);

@@ -2,7 +2,8 @@
 
 At start, for each backend (one that is down is tried again on every sweep, its records are kept meanwhile):
 
-* record, its environment is listed: kept; ``running`` as the backend says, so a stopped sandbox keeps its workspace;
+* record, its environment is listed: kept; ``running`` as the backend says, so a stopped sandbox keeps its workspace,
+  and what a stop that was cut short, or a crash, still holds beside that is freed;
 * record, its environment is not listed: the sandbox is gone already, the record is removed, with a line in the log;
 * record, ``creating`` or ``destroying``: never acknowledged, or ended on purpose; both are removed;
 * record that cannot be read: left alone, with every environment whose id begins with the sandbox's;
@@ -28,7 +29,7 @@ from typing import TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError
+from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager.entries import HOLD_SECONDS, Entry, stopped
 from agent_sandbox.manager.records import SandboxRecord
 from agent_sandbox.manager.snapshots import SnapshotStore
@@ -365,6 +366,20 @@ class Fleet:
         await self.observe(entry)
         if entry.due:
             await self._tend(entry)
+        if not entry.record.running:
+            self.tasks.spawn(self._free(entry), f"free {entry.record.id}")
+
+    async def _free(self, entry: Entry) -> None:
+        """Stop a sandbox that does not run, which frees all but its workspace; it may be stopped already."""
+        try:
+            async with self._upkeep, entry.exclusive("use"):
+                if not entry.record.running:
+                    await self.backend(entry.record.backend).stop_environment(entry.record.env_id)
+        except UnsupportedError:
+            return
+        except SandboxError as error:
+            if entry.state == "running":
+                log.warning("sandbox %s does not run, and what it holds was not freed: %s", entry.record.id, error)
 
     def _start_removals(self) -> None:
         waiting = [env_id for env_id in self._orphans if env_id not in self._removing]

@@ -11,11 +11,15 @@ use rustix::io::Errno;
 use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::Rc;
+use std::time::Duration;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, Notify};
+use tokio::time::sleep;
 
 /// Streams that feed one command at the same time. Each may wait with a window of bytes.
 const MAX_WRITERS: usize = 16;
+/// How often one is asked that has been hung up.
+const HUNG_UP: Duration = Duration::from_millis(20);
 
 enum Target {
     None,
@@ -162,10 +166,7 @@ impl Input {
                 Ok(count @ 1..) => bytes = &bytes[count.min(bytes.len())..],
                 Err(Errno::INTR) => {}
                 Ok(_) | Err(Errno::AGAIN) => tokio::select! {
-                    ready = fd.writable() => match ready {
-                        Ok(mut ready) => ready.clear_ready(),
-                        Err(_) => return Err(closed()),
-                    },
+                    () = writable(&fd) => {}
                     () = &mut over => return Err(closed()),
                 },
                 Err(_) => {
@@ -178,6 +179,21 @@ impl Input {
             }
         }
         Ok(())
+    }
+}
+
+/// Wait until it is worth trying to write again.
+async fn writable(fd: &AsyncFd<OwnedFd>) {
+    let hung_up = match fd.writable().await {
+        Ok(mut ready) => {
+            ready.clear_ready();
+            ready.ready().is_write_closed()
+        }
+        Err(_) => true,
+    };
+    // A terminal that was hung up says for ever that it is ready, and takes nothing.
+    if hung_up {
+        sleep(HUNG_UP).await;
     }
 }
 

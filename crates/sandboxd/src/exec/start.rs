@@ -112,6 +112,7 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         started,
         control: Some(control),
         pipes,
+        slave: child.into_iter().next().filter(|_| has_tty),
         news: None,
         failed: None,
         exit: None,

@@ -11,7 +11,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Every daemon of these tests has a user of its own from here on, so that none disturbs another's.
@@ -570,6 +570,15 @@ pub fn until(what: &str, done: impl Fn() -> bool) {
     while !done() {
         assert!(start.elapsed() < Duration::from_secs(5), "{what}");
         std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Raises a flag when it goes, however that comes.
+pub struct Raise<'a>(pub &'a AtomicBool);
+
+impl Drop for Raise<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 
