@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent_sandbox import models
-from agent_sandbox.client import exec_requests, file_requests, requests
+from agent_sandbox.client import file_requests, requests
 from agent_sandbox.client.call import Call
 from agent_sandbox.errors import ValidationError
 
