@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_sandbox.server.commands import EventStream, Lines
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 

@@ -82,7 +82,7 @@ def cp(
 
 def watch(
     sandbox_id: options.SandboxId,
-    path: Annotated[str, typer.Argument(metavar="[PATH]", help="A directory in the sandbox.")] = WORKSPACE,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A directory in the sandbox.")] = WORKSPACE,
     flat: Annotated[bool, typer.Option("--flat", help="Leave out what is in directories below.")] = False,
     as_json: options.Json = False,
 ) -> None:

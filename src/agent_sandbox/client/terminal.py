@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -124,9 +124,10 @@ class Terminal:
     ``exit`` is the ``exit`` event once :meth:`read` has returned nothing.
     """
 
-    def __init__(self, socket: ClientConnection, address: str) -> None:
+    def __init__(self, socket: ClientConnection, address: str, held: ExitStack) -> None:
         self._socket = socket
         self._address = address
+        self._held = held
         self._frames = Frames()
 
     @classmethod
@@ -138,10 +139,10 @@ class Terminal:
             raise needs_extra(error) from error
 
         target, uri, options = connection_options(http.target, path)
-        with translated(target.address):
-            if target.uds is not None:
-                return cls(unix_connect(target.uds, uri, **options), target.address)
-            return cls(connect(uri, **options), target.address)
+        with translated(target.address), ExitStack() as stack:
+            made = connect(uri, **options) if target.uds is None else unix_connect(target.uds, uri, **options)
+            socket = stack.enter_context(made)
+            return cls(socket, target.address, stack.pop_all())
 
     def __enter__(self) -> Self:
         return self
@@ -192,4 +193,4 @@ class Terminal:
 
     def close(self) -> None:
         """Close the connection. A command that was started with it ends."""
-        self._socket.close()
+        self._held.close()

@@ -2,7 +2,7 @@
 
 Standard frozen dataclasses, so that the SDK needs no validation library. Strategy:
 
-* The server hands a request shape to FastAPI. ``__pydantic_config__`` refuses unknown fields, and the markers of ``markers.py``
+* The server hands a request shape to FastAPI. ``__pydantic_config__`` refuses unknown fields; markers
   (:class:`Number`, :class:`Text`, :class:`Command`, :class:`Flag`) carry each field's bounds; pydantic calls their two
   hooks, which need nothing but dictionaries. Types are strict: no ``true`` or ``"1"`` where a number belongs. A field
   whose public name is a word of Python's has an underscore behind it here (``from_``).

@@ -191,11 +191,12 @@ class ExecStream(LineStream):
     async def produce(self) -> None:
         async with aclosing(self._events) as events:
             event = await self.first(events)
-            await self.begin()
             while event is not None:
-                await self.piece(line(self._lines.event(event)))
+                data = line(self._lines.event(event))
                 if isinstance(event, ExecExit):
+                    await self.last(data)
                     return
+                await self.piece(data)
                 event = await anext(events, None)
             if self._ends:
                 raise BackendError("the command's output ended without an exit; how it ended is unknown")

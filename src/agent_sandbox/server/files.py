@@ -22,7 +22,7 @@ from agent_sandbox.server.codec import JsonReply, boolean, parameter, query, req
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common, documented
 from agent_sandbox.server.ranges import parse_range
-from agent_sandbox.server.streams import BINARY, PieceStream, uploaded
+from agent_sandbox.server.streams import BINARY, PieceStream, uploaded, whole
 from agent_sandbox.types import WORKSPACE, FileEntry
 
 DEFAULT_MODE = "644"
@@ -139,11 +139,15 @@ async def write_file(sandbox_id: str, request: Request) -> Response:
     if not _MODE.match(mode):
         raise InvalidRequestError(f"mode {mode[:20]!r} is not one to four octal digits, such as 644")
     manager, body = manager_of(request), uploaded(request)
-    first, ended = await _beginning(body)
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) <= SMALL_BYTES:
+        first, ended = await whole(request), True
+    else:
+        first, ended = await _beginning(body)
     if ended:
         entry = await manager.write_file(sandbox_id, path, first, int(mode, 8))
     else:
-        entry = await manager.store_file(sandbox_id, path, _whole(first, body), int(mode, 8))
+        entry = await manager.store_file(sandbox_id, path, _joined(first, body), int(mode, 8))
     return JsonReply(views.file(entry))
 
 
@@ -157,7 +161,7 @@ async def _beginning(body: AsyncIterator[bytes]) -> tuple[bytes, bool]:
     return bytes(first), True
 
 
-async def _whole(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _joined(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for data in rest:
         yield data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -26,9 +27,10 @@ class AsyncTerminal:
     ``exit`` is the ``exit`` event once :meth:`read` has returned nothing.
     """
 
-    def __init__(self, socket: ClientConnection, address: str) -> None:
+    def __init__(self, socket: ClientConnection, address: str, held: AsyncExitStack) -> None:
         self._socket = socket
         self._address = address
+        self._held = held
         self._frames = Frames()
 
     @classmethod
@@ -41,9 +43,10 @@ class AsyncTerminal:
 
         target, uri, options = connection_options(http.target, path)
         with translated(target.address):
-            if target.uds is not None:
-                return cls(await unix_connect(target.uds, uri, **options), target.address)
-            return cls(await connect(uri, **options), target.address)
+            async with AsyncExitStack() as stack:
+                made = connect(uri, **options) if target.uds is None else unix_connect(target.uds, uri, **options)
+                socket = await stack.enter_async_context(made)
+                return cls(socket, target.address, stack.pop_all())
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,4 +97,4 @@ class AsyncTerminal:
 
     async def close(self) -> None:
         """Close the connection. A command that was started with it ends."""
-        await self._socket.close()
+        await self._held.aclose()
