@@ -60,7 +60,8 @@ $(STAMPS)/bench-tools: $(STAMPS)/system
 	@touch $@
 
 $(STAMPS)/test-tools: $(STAMPS)/system
-	@$(STEP) "skopeo and umoci" "See above for what to install, then run make again." scripts/setup-system skopeo umoci
+	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
+	    scripts/setup-system skopeo umoci vim-tiny procps
 	@touch $@
 
 .PHONY: test
@@ -75,8 +76,15 @@ test-fast: setup ## Run the Python tests that need neither root nor a runtime
 FUZZ_SECONDS ?= 30
 
 .PHONY: fuzz
-fuzz: setup ## Feed the server's side of the wire with broken bytes; FUZZ_SECONDS says how long
+fuzz: setup ## Feed both sides of the wire with broken bytes, FUZZ_SECONDS (30) each
 	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS)
+	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS)
+
+KILLS ?= 100
+
+.PHONY: test-kills
+test-kills: setup ## Kill the server KILLS (100) times under load and look what is lost or left (root); test has a slice
+	$(SUDO) $(BIN)/python -m tests.kills --kills $(KILLS)
 
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
@@ -103,6 +111,10 @@ openapi: docs
 .PHONY: bench
 bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root)
 	@$(SUDO) $(BIN)/python -m tests.bench
+
+.PHONY: soak
+soak: test-kills ## The same, then run 10,000 commands and count what is left (root)
+	$(SUDO) env SOAK_EXECS=10000 $(BIN)/python -m pytest -s tests/e2e/test_load.py
 
 .PHONY: clean
 clean: ## Remove everything that make made

@@ -88,6 +88,16 @@ def test_a_sandbox_without_a_free_process_still_lists_and_kills(server: Served, 
         time.sleep(0.1)
 
 
+def test_what_a_sandbox_uses(server: Served, box: str) -> None:
+    detached(server, box, ["sleep", "300"])
+    ask(server, "POST", f"{box}/exec", {"command": "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"})
+    stats = ask(server, "GET", f"{box}/stats")
+    assert 1_000_000 < stats["memory_bytes"] < 512 << 20
+    assert 0.05 < stats["cpu_seconds"] < 60
+    assert stats["processes"] >= 1
+    assert stats["execs"] == 1
+
+
 def test_f29_a_running_command_keeps_its_sandbox(server: Served) -> None:
     created = ask(server, "POST", "/sandboxes", {"timeout_seconds": 2})
     box = f"/sandboxes/{created['id']}"

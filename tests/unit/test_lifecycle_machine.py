@@ -7,6 +7,7 @@ compared:
 * the backend holds exactly the environments of the records, memory exactly the sandboxes that are listed;
 * what was acknowledged is there, with its deadline and content, and what was acknowledged as gone is not;
 * what failed or was cancelled left nothing; a crash may leave a finished sandbox or snapshot whose reply was lost;
+* a sandbox is stopped only where that was asked for, and starts again with its content;
 * every snapshot has its file and every file its snapshot;
 * the quota holds, and refuses only where it must.
 
@@ -30,6 +31,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.manager import CreateOptions, ForkOptions, SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.entries import HOLD_SECONDS
 from tests.unit.manager_harness import Server, make_settings
 
 MEMORY = Path("/dev/shm")
@@ -51,7 +53,20 @@ class Sandbox:
 class Call:
     """One call to make: on the ``one``-th sandbox and the ``two``-th snapshot, counted round."""
 
-    kind: Literal["create", "fork", "destroy", "write", "snapshot", "rollback", "delete", "renew", "exec", "pass time"]
+    kind: Literal[
+        "create",
+        "fork",
+        "destroy",
+        "write",
+        "snapshot",
+        "rollback",
+        "delete",
+        "renew",
+        "exec",
+        "stop",
+        "start",
+        "pass time",
+    ]
     one: int = 0
     two: int = 0
     number: int = 0
@@ -84,6 +99,8 @@ CALLS = st.builds(
             "delete",
             "renew",
             "exec",
+            "stop",
+            "start",
             "pass time",
         ]
     ),
@@ -91,7 +108,9 @@ CALLS = st.builds(
     two=st.integers(0, 5),
     number=st.integers(1, 100),
 )
-FAILURES = st.sampled_from(["create", "destroy", "import_workspace", "export_workspace"])
+FAILURES = st.sampled_from(
+    ["create", "destroy", "import_workspace", "export_workspace", "stop_environment", "start_environment"]
+)
 
 
 class Lifecycle(RuleBasedStateMachine):
@@ -103,6 +122,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.sandboxes: dict[str, Sandbox] = {}
         self.snapshots: dict[str, set[bytes | None]] = {}
         self.deleted: set[str | None] = set()
+        self.may_have_stopped = False
         self.server: Server
 
     @initialize()
@@ -172,6 +192,7 @@ class Lifecycle(RuleBasedStateMachine):
         await server.manager.settle()
         await server.manager._fleet._sweep()
         await server.manager.settle()
+        self.may_have_stopped = any(one.call.kind == "stop" for one in made)
         self.expect(made, is_certain=len(calls) == 1 and end == "await" and not failures)
         if end == "await" and not failures and len(calls) == 1 and isinstance(made[0].outcome, LimitExceededError):
             assert living >= QUOTA
@@ -203,6 +224,10 @@ class Lifecycle(RuleBasedStateMachine):
                 work = manager.set_timeout(id, call.number)
             case "exec":
                 work = manager.exec(id, "echo ok")
+            case "stop":
+                work = manager.stop(id)
+            case "start":
+                work = manager.start_sandbox(id)
             case "pass time":
                 work = self.pass_time(call.number / 10)
         return Made(call, asyncio.create_task(work), id or None, snapshot, deadline)
@@ -239,6 +264,8 @@ class Lifecycle(RuleBasedStateMachine):
                 sandbox.deadlines = set(told)
             else:
                 sandbox.deadlines |= {time + one.call.number for one in renewals for time in self.times}
+            if any(one.call.kind == "exec" and one.sandbox == id for one in made):
+                sandbox.deadlines |= {time + HOLD_SECONDS for time in self.times}
             sandbox.contents = written[id]
             sandbox.may_be_gone |= any(one.call.kind == "destroy" and one.sandbox == id for one in made)
         for one in made:
@@ -292,6 +319,8 @@ class Lifecycle(RuleBasedStateMachine):
             case "renew":
                 sandbox.deadlines = {made.deadline}
                 assert outcome.expires_at == made.deadline
+            case "stop" | "start":
+                assert outcome.running is (call.kind == "start")
             case "exec":
                 assert outcome.stdout == b"ok\n"
 
@@ -309,6 +338,9 @@ class Lifecycle(RuleBasedStateMachine):
                 assert sandbox.may_be_gone or min(sandbox.deadlines) <= now, (id, sandbox)
                 del self.sandboxes[id]
         for id, record in listed.items():
+            if not record.running:
+                assert self.may_have_stopped
+                record = await manager.start_sandbox(id)
             assert (record.state, record.running) == ("running", True)
             actual = await self.content(id)
             if id not in self.sandboxes:

@@ -262,11 +262,11 @@ def test_a_command_that_the_end_cuts_off_is_told_so(tmp_path: Path) -> None:
 
 def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:
     path = tmp_path / "run" / "server.sock"
-    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="0.5", API_KEYS="") as (child, _):
+    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="2", API_KEYS="") as (child, _):
         assert first_line(child) == f"agent-sandbox listens on unix://{path}\n"
         server = Running(settings_for(tmp_path / "x"), path)
         sandbox_id = server.create()
-        time.sleep(2.5)
+        time.sleep(4.5)
         assert child.poll() is None
         assert server.call("DELETE", f"/v1/sandboxes/{sandbox_id}").status == 204
         assert child.wait(10) == 0
@@ -275,10 +275,10 @@ def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:
 
 def test_any_request_keeps_an_idle_server_alive(tmp_path: Path) -> None:
     path = tmp_path / "run" / "server.sock"
-    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="0.5", API_KEYS="") as (child, _):
+    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="2", API_KEYS="") as (child, _):
         first_line(child)
         server = Running(settings_for(tmp_path / "x"), path)
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 4.5
         while time.monotonic() < until:
             assert server.call("GET", "/healthz", key=False).status == 200
             time.sleep(0.1)

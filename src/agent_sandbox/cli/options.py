@@ -33,7 +33,7 @@ Env = Annotated[
 ]
 Workdir = Annotated[str | None, typer.Option("--workdir", "-w", help="Directory of the command.", metavar="PATH")]
 Deadline = Annotated[
-    float | None, typer.Option("--timeout", "-t", help="Seconds until the command is killed.", metavar="SECONDS")
+    float | None, typer.Option("--timeout", help="Seconds until the command is killed.", metavar="SECONDS")
 ]
 Command = Annotated[list[str], typer.Argument(help="The program and its arguments.", metavar="COMMAND [ARG]...")]
 

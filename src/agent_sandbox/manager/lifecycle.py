@@ -18,8 +18,9 @@ rollback that was under way left exactly one environment mapped, so the sandbox 
 on.
 
 A sandbox that expires takes the edge ``destroy``. One that is being created cannot expire: its time counts from being
-ready. ``use`` is everything that changes no state: commands, files, snapshots, renewal. Whether the processes of a
-``running`` sandbox really run is the backend's knowledge (``SandboxRecord.running``), not a state here.
+ready. ``use`` is everything that changes no state: commands, files, snapshots, renewal, and ``stop`` and ``start``:
+whether the processes of a ``running`` sandbox really run is the backend's knowledge (``SandboxRecord.running``), not a
+state here, because they may also end by themselves.
 
 When adding a state: every event needs a cell, and records of older servers must keep their meaning.
 """

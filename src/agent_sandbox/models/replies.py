@@ -255,7 +255,7 @@ class SandboxStats(_Reply):
     """What a sandbox uses now. What the backend does not count is ``null``.
 
     ``memory_bytes`` is what counts against ``memory_mb``, ``cpu_seconds`` all processor time since its start;
-    ``processes`` counts the daemon, ``execs`` the commands that are kept, ``output_bytes`` what is kept of their
+    ``processes`` are those alive inside, ``execs`` the commands that are kept, ``output_bytes`` what is kept of their
     output, ``daemon_memory_bytes`` the daemon's own resident memory.
     """
 

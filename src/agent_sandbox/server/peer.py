@@ -4,6 +4,7 @@ A subclass of uvicorn's httptools protocol adds what uvicorn leaves out:
 
 * On a unix socket the kernel tells the peer's user (SO_PEERCRED, unix(7)). Root and the server's own user are let in
   and marked as trusted; any other is cut off before a byte of it is read.
+* A TCP peer that vanished without a word is noticed by the kernel's probes (tcp(7)), also by a stream that is silent.
 * The head of a request (request line and headers) is bounded; the parser alone would collect it for ever.
 * Bytes that are no HTTP get the error shape, too.
 """
@@ -26,6 +27,9 @@ log = logging.getLogger("agent_sandbox.server")
 MAX_HEAD_BYTES = 64 * 1024
 """Longest head: the longest query (16 KiB), a key, and what proxies add."""
 
+_PROBES = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 3))
+"""Seconds of silence before the first probe, seconds between probes, probes without an answer."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -45,6 +49,10 @@ class Protocol(HttpToolsProtocol):
                 transport.abort()
                 return
             self.app_state = {**self.app_state, TRUSTED_PEER: True}
+        elif sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _PROBES:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -400,8 +400,10 @@ class OciBackend(GuestBackend):
         async with translated("inspecting the sandbox"):
             process = await self._thread(self._runc.process, CONTAINER_PREFIX + id)
             running = process is not None and process.alive()
-            details = await self._thread(observe, process if running else None, self._groups(id).limits())
+            groups = self._groups(id)
+            details = await self._thread(observe, process if running else None, groups.limits())
         details |= {
+            "usage": groups.usage() if running else {},
             "image": record.spec.image,
             "image_digest": record.spec.image_digest,
             "runtime": f"runc {self._version}",

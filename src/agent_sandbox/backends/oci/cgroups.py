@@ -164,6 +164,16 @@ class Groups:
         pids = _number(_read(self._file("pids", "pids.max")))
         return {"cpus": cpus, "memory_bytes": memory, "memory_swap_bytes": total, "pids": pids}
 
+    def usage(self) -> dict[str, float | int | None]:
+        """What is used now: memory_bytes as it counts against the limit, cpu_seconds since the start; None: unknown."""
+        if self._hierarchies.is_v2:
+            memory = _number(_read(self._file("memory", "memory.current")))
+            used = parse_counter(_read(self._file("cpu", "cpu.stat")), "usage_usec")
+            return {"memory_bytes": memory, "cpu_seconds": None if used is None else used / 1e6}
+        memory = _number(_read(self._file("memory", "memory.usage_in_bytes")))
+        used = _number(_read(self._file("cpuacct", "cpuacct.usage")))
+        return {"memory_bytes": memory, "cpu_seconds": None if used is None else used / 1e9}
+
     def limit_sockets(self, size: int) -> None:
         """Let buffers of internet sockets take ``size`` bytes where they are not part of memory.
 
