@@ -74,11 +74,12 @@ test-fast: setup ## Run the Python tests that need neither root nor a runtime
 	$(BIN)/python -m pytest -m "not real"
 
 FUZZ_SECONDS ?= 30
+FUZZ_SEED ?= 1
 
 .PHONY: fuzz
-fuzz: setup ## Feed both sides of the wire with broken bytes, FUZZ_SECONDS (30) each
-	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS)
-	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS)
+fuzz: setup ## Feed both sides of the wire with broken bytes: FUZZ_SECONDS (30) each, from FUZZ_SEED (1)
+	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 KILLS ?= 100
 
