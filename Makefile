@@ -90,7 +90,7 @@ test-kills: setup ## Kill the server KILLS (100) times under load and look what 
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
-	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check .
+	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check src tests scripts crates spec
 	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts/generate.py crates/engine/src
 	@$(STEP) "import order" "See [tool.importlinter] in pyproject.toml." $(BIN)/lint-imports
 	@$(STEP) "cargo fmt" "Run: make format" cargo fmt --all --check
@@ -101,7 +101,7 @@ check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, impor
 .PHONY: format
 format: setup ## Format the Python and Rust sources
 	@$(BIN)/ruff check --fix --quiet .
-	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff format --quiet src tests scripts crates spec
 	@cargo fmt --all
 
 .PHONY: docs openapi

@@ -261,6 +261,22 @@ class SnapshotSuite(SuiteBase):
             assert await box.get(name) == b"hello"
             await backend.destroy(box.id)
 
+    async def test_what_filled_a_disk_fits_on_another_as_often_as_one_likes(self, backend: Backend) -> None:
+        box = await self.new_box(backend, disk_mb=32)
+        fill = "import os\nn = 0\ntry:\n while True:\n  open(f'{n:05}', 'wb').write(os.urandom(n * 37 % 9000)); n += 1\nexcept OSError as e: print(e.errno)"
+        assert (await box.python(fill, timeout=60)).text == "28\n"
+        await box.run("head -c 9000000 /dev/zero > rest")
+        for _ in range(3):
+            archive = await box.export()
+            other = await self.new_box(backend, disk_mb=32)
+            await other.load(archive)
+            assert await other.shell("find . -type f | sort | xargs sha256sum") == await box.shell(
+                "find . -type f | sort | xargs sha256sum"
+            )
+            await backend.destroy(box.id)
+            box = other
+        assert (await box.run("head -c 9000000 /dev/zero > more")).status != 0
+
     async def test_a_full_disk_refuses_the_import(self, backend: Backend) -> None:
         box = await self.new_box(backend, disk_mb=16)
         with pytest.raises(LimitExceededError):

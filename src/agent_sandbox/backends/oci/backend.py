@@ -34,6 +34,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
 from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, furnish, launch, limit_sockets
@@ -433,6 +434,14 @@ class OciBackend(GuestBackend):
                 else:
                     return Endpoint(connection, key, record.spec, record.image_env)
         raise BackendError("the sandbox's daemon takes no connection; it may be overloaded")
+
+    async def import_workspace(self, id: str, src: ByteSource, max_bytes: int) -> None:
+        record, disk = await self._record(id), self._places.environment(id).disk
+        async with translated("restoring the workspace"):
+            await self._thread(disk.lend_reserve, (record.ids or 0) + record.spec.uid)
+        await super().import_workspace(id, src, max_bytes)
+        async with translated("restoring the workspace"):
+            await self._thread(disk.lend_reserve, 0)
 
     async def kill_guest(self, id: str) -> None:
         try:
