@@ -230,8 +230,8 @@ async def test_renewal(server: Server, manager: Manager) -> None:
     record = await manager.create(CreateOptions(timeout_seconds=10))
     server.clock.now += 5
     renewed = await manager.set_timeout(record.id, 10)
-    later = {"expires_at": record.expires_at + 5, "latest_at": record.latest_at + 5}
-    assert renewed == dataclasses.replace(record, **later)
+    later = dataclasses.replace(record, expires_at=record.expires_at + 5, latest_at=record.latest_at + 5)
+    assert renewed == later
     shortened = await manager.set_timeout(record.id, 1)
     assert shortened.expires_at == server.clock.now + 1
     for seconds in (0, -1, 86401):
