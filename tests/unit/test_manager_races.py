@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
-from agent_sandbox.manager import CreateOptions, ForkOptions, Manager, SandboxRecord
+from agent_sandbox.manager import CreateOptions, ForkOptions, Manager, SandboxRecord, fleet
 from tests.unit.manager_harness import Server, serving
 
 SOON = 10.0
@@ -470,6 +470,46 @@ async def test_destroying_also_waits_for_the_environment_that_a_rollback_left(se
     server.wire.free("destroy")
     await ending
     assert await server.fake.list_ids() == []
+
+
+class FullDisk:
+    """Refuses to remove rows, as SQLite does on a full disk, until room has been made."""
+
+    def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+        self.refusals = refusals
+        self._remove = server.manager._fleet.state.delete_sandbox
+        monkeypatch.setattr(server.manager._fleet.state, "delete_sandbox", self.remove)
+
+    async def remove(self, id: str) -> None:
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise LimitExceededError("the disk is full")
+        await self._remove(id)
+
+
+async def test_destroying_on_a_full_disk_waits_for_the_room_that_it_makes(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await server.manager.create(CreateOptions())
+    disk = FullDisk(server, monkeypatch, refusals=3)
+    await server.manager.destroy(sandbox.id)
+    assert disk.refusals == 0
+    assert await server.manager.list_sandboxes() == []
+    assert await (await server.restart()).list_sandboxes() == []
+
+
+async def test_a_disk_that_stays_full_is_said_and_the_next_sweep_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_ROOM_PAUSES_SECONDS", (0.0, 0.0))
+    sandbox = await server.manager.create(CreateOptions())
+    FullDisk(server, monkeypatch, refusals=3)
+    with pytest.raises(LimitExceededError):
+        await server.manager.destroy(sandbox.id)
+    assert await server.fake.list_ids() == []
+    await server.manager._fleet._sweep()
+    await server.manager.settle()
+    assert await server.manager.list_sandboxes() == []
 
 
 class SlowSwap:

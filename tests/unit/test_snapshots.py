@@ -257,6 +257,24 @@ async def test_deleting_while_reading(store: SnapshotStore, tmp_path: Path) -> N
     await store.delete(ID)  # twice is fine
 
 
+async def test_what_cannot_be_removed_holds_up_neither_the_caller_nor_the_start(
+    store: SnapshotStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await save(store, b"x" * 10)
+    (name,) = files(tmp_path)
+    path = tmp_path / "snapshots" / name
+    path.unlink()
+    path.mkdir()
+    await store.delete(ID)
+    assert f"{ID} stays until the next start" in caplog.text
+    again = SnapshotStore(tmp_path / "snapshots")
+    await again.start([])
+    stored = await again.save("snapother", exporter(b"y" * 10), MIB)  # type: ignore[arg-type]
+    assert stored.report.file_bytes == 10
+    await again.close()
+    assert "cannot be removed" in caplog.text
+
+
 async def test_memory_does_not_grow_with_what_an_archive_expands_to(store: SnapshotStore) -> None:
     block = b"\0" * MIB
     stored = await save(store, *[block] * 256, max_bytes=256 * MIB)

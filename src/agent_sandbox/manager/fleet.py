@@ -45,6 +45,8 @@ _AT_ONCE = 8
 _CLOSE_SECONDS = 30.0
 # How long a guest may take to list its commands when its time is over: one that stalls is not kept by them.
 _ASK_SECONDS = 5.0
+# How long the removal of an environment may take to make room on a full disk; a large disk image goes in half a second.
+_ROOM_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 class Fleet:
@@ -287,9 +289,18 @@ class Fleet:
             log.warning("sandbox %s: %s", entry.record.id, error)
         await self.backend(entry.record.backend).destroy(entry.record.env_id)
         await self.retired(entry)
-        await entry.forget(self.state)
+        await self._forget(entry)
         entry.mark("removed")
         del self.entries[entry.record.id]
+
+    async def _forget(self, entry: Entry) -> None:
+        # On a full disk the row goes as soon as the environment's files have, which is in the background.
+        for pause in _ROOM_PAUSES_SECONDS:
+            try:
+                return await entry.forget(self.state)
+            except LimitExceededError:
+                await asyncio.sleep(pause)
+        return await entry.forget(self.state)
 
     def retire(self, entry: Entry, env_id: str) -> None:
         """Destroy an environment that is not the sandbox's any more, or never became it, in the background."""

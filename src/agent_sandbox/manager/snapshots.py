@@ -136,10 +136,13 @@ class SnapshotStore:
             await uninterrupted(self._run(reader.close))
 
     async def delete(self, id: str) -> None:
-        """Remove a snapshot's file, if there is one."""
+        """Remove the file of a snapshot that has no row any more. Where that fails, the next start does it."""
 
         def remove() -> None:
-            self._path(id).unlink(missing_ok=True)
+            try:
+                self._path(id).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("the file of deleted snapshot %s stays until the next start: %s", id, error.strerror)
 
         await self._run(remove)
 
@@ -175,7 +178,10 @@ class SnapshotStore:
                 path.name.endswith(_SUFFIX) and path.name.removesuffix(_SUFFIX) not in known
             ):
                 log.warning("removing %s: it was never acknowledged", path.name)
-                path.unlink()
+                try:
+                    path.unlink()
+                except OSError as error:
+                    log.warning("%s cannot be removed: %s", path.name, error.strerror)
 
 
 class Archive:
