@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    InvalidRequestError,
+    LimitExceededError,
+    NotFoundError,
+    SandboxError,
+)
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager, SandboxRecord, fleet
 from tests.unit.manager_harness import Server, serving
 
@@ -485,6 +492,16 @@ class FullDisk:
             self.refusals -= 1
             raise LimitExceededError("the disk is full")
         await self._remove(id)
+
+
+async def test_an_archive_that_cannot_be_right_is_not_the_callers_fault(server: Server) -> None:
+    sandbox = await server.manager.create(CreateOptions())
+    snapshot = await server.manager.snapshot(sandbox.id)
+    for call in (server.manager.fork(snapshot.id, ForkOptions()), server.manager.rollback(sandbox.id, snapshot.id)):
+        server.fake.failures["import_workspace"] = [InvalidRequestError("../x: a name with .. in it")]
+        with pytest.raises(BackendError, match=f"snapshot {snapshot.id} cannot be restored: ../x"):
+            await call
+    await nothing_is_left(server, sandbox)
 
 
 async def test_destroying_on_a_full_disk_waits_for_the_room_that_it_makes(

@@ -27,7 +27,14 @@ from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import (
+    BackendError,
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    SandboxError,
+    UnsupportedError,
+)
 from agent_sandbox.manager import policy
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
@@ -401,8 +408,11 @@ class Manager(Commands, Files):
                 try:
                     async with aclosing(archive.blocks()) as blocks:
                         await backend.import_workspace(env_id, blocks, limit)
-                except SandboxError:
+                except SandboxError as error:
                     await archive.verify()  # a damaged file explains the failure better than the importer can
+                    if isinstance(error, InvalidRequestError):
+                        # A guest wrote the archive, not who asks for it now.
+                        raise BackendError(f"snapshot {snapshot.id} cannot be restored: {error.message}") from error
                     raise
                 await archive.verify()
         except MissingFileError:
