@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import hashlib
 import os
 import resource
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -244,6 +248,29 @@ async def test_a_missing_file(store: SnapshotStore) -> None:
     with pytest.raises(MissingFileError, match=ID):
         async with store.open(ID, 1, "00"):
             raise AssertionError
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 100])
+async def test_reading_leaves_nothing_in_memory(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    taps: list[weakref.ref[object]] = []
+
+    class Watched(snapshots._Tap):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            taps.append(weakref.ref(self))
+
+    monkeypatch.setattr(snapshots, "_Tap", Watched)
+    stored = await save(store, os.urandom(3 * MIB), max_bytes=4 * MIB)
+    for _ in range(3):
+        async with store.open(ID, stored.stored_bytes, stored.digest) as archive, aclosing(archive.blocks()) as pieces:
+            for _ in range(blocks):
+                if await anext(pieces, None) is None:
+                    break
+    del archive, pieces
+    gc.collect()
+    assert [tap() for tap in taps] == [None] * 3
 
 
 async def test_deleting_while_reading(store: SnapshotStore, tmp_path: Path) -> None:

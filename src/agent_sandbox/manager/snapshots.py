@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import io
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
@@ -269,33 +270,38 @@ class _Reader:
             raise MissingFileError(
                 f"the file of snapshot {path.name.removesuffix(_SUFFIX)} is missing on disk"
             ) from error
-        self._hash = hashlib.blake2b(digest_size=32)
-        self._stored = 0
-        self._stream = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, _Tap(self)), read_size=_BLOCK)
-
-    def pull(self, size: int) -> bytes:
-        data = self._file.read(size)
-        self._hash.update(data)
-        self._stored += len(data)
-        return data
+        self._tap = _Tap(self._file)
+        self._stream = zstandard.ZstdDecompressor().stream_reader(cast(BinaryIO, self._tap), read_size=_BLOCK)
 
     def read(self) -> bytes:
         return self._stream.read(_BLOCK)
 
     def finish(self) -> tuple[int, str]:
-        while self.pull(_BLOCK):
+        while self._tap.read(_BLOCK):
             pass
-        return self._stored, self._hash.hexdigest()
+        return self._tap.stored, self._tap.hash.hexdigest()
 
     def close(self) -> None:
         self._file.close()
 
 
 class _Tap:
-    """The face of a :class:`_Reader` that the decompressor reads from."""
+    """What the decompressor reads from: a file, hashed on the way.
 
-    def __init__(self, reader: _Reader) -> None:
-        self.read = reader.pull
+    It must not know its :class:`_Reader`: the decompressor is no object that the garbage collector can look into, so a
+    circle through it would keep some megabytes for good.
+    """
+
+    def __init__(self, file: BinaryIO | io.RawIOBase) -> None:
+        self._file = file
+        self.hash = hashlib.blake2b(digest_size=32)
+        self.stored = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size) or b""
+        self.hash.update(data)
+        self.stored += len(data)
+        return data
 
 
 def _translate(error: OSError) -> SandboxError:
