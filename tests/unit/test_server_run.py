@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,13 +29,27 @@ from agent_sandbox.server.run import serve
 serve(load_settings(), uds=Path(sys.argv[1]) if sys.argv[1:] else None)
 """
 
+STUCK = """
+import asyncio
+from agent_sandbox.backends.fake import FakeBackend
+from agent_sandbox.config import load_settings
+from agent_sandbox.server.run import serve
+class Stuck(FakeBackend):
+    async def close(self):
+        await asyncio.sleep(60)
+settings = load_settings()
+serve(settings, backends={"fake": Stuck(settings)})
+"""
+
 
 @contextmanager
-def process(directory: Path, *arguments: str, **settings: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def process(
+    directory: Path, *arguments: str, program: str = PROGRAM, **settings: str
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     port = free_port()
     values = {"BACKENDS": "fake", "DATA_DIR": str(directory / "data"), "PORT": str(port), "API_KEYS": KEY, **settings}
     environ = {**os.environ, **{f"AGENT_SANDBOX_{name}": value for name, value in values.items()}}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield child, port
@@ -218,6 +233,31 @@ def test_a_running_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
                 text += piece
         assert not text.endswith(b"0\r\n\r\n")
         assert "Traceback" not in child.communicate()[1]
+
+
+def test_a_backend_that_does_not_let_go_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with process(tmp_path, program=STUCK) as (child, _):
+        first_line(child)
+        began = time.monotonic()
+        child.terminate()
+        assert child.wait(15) == 0
+        assert time.monotonic() - began < 6
+        assert child.communicate()[1].count("\n") == 1
+
+
+def test_a_command_that_the_end_cuts_off_is_told_so(tmp_path: Path) -> None:
+    with process(tmp_path) as (child, port):
+        first_line(child)
+        server = Running(settings_for(tmp_path / "x", port=port), None)
+        path = f"/v1/sandboxes/{server.create()}/exec"
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.call, "POST", path, {"command": "sleep 60"})
+            time.sleep(0.5)
+            child.terminate()
+            reply = running.result(15)
+        assert (reply.status, reply.error["code"]) == (503, "backend_error")
+        assert "shutting down" in reply.error["message"]
+        assert child.wait(10) == 0
 
 
 def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ import asyncio
 import base64
 import binascii
 
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import SandboxError, UnauthorizedError
+from agent_sandbox.errors import BackendError, SandboxError, UnauthorizedError
 from agent_sandbox.server import errors
 from agent_sandbox.server.auth import Hosts, Keys
 
@@ -68,7 +67,8 @@ class Gate:
         except asyncio.CancelledError:
             # Only the end of the server cancels a request; its task ends here either way.
             if not started:
-                await errors.for_http(HTTPException(503, "the server is shutting down"))(scope, receive, send)
+                answer = errors.for_error(BackendError("the server is shutting down"), status=503)
+                await answer(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - the outermost layer: it is logged, and the caller gets a number
             answer = errors.for_crash(error)
             if not started:

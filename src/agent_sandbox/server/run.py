@@ -10,6 +10,7 @@ A second signal skips the wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -29,6 +30,8 @@ from agent_sandbox.server.app import create_app
 from agent_sandbox.server.auth import require_keys
 from agent_sandbox.server.listen import BACKLOG, tcp_socket, unix_socket
 from agent_sandbox.server.peer import Protocol
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
 DRAIN_SECONDS = 2
@@ -77,8 +80,11 @@ async def _serve(manager: Manager, settings: Settings, sock: socket.socket, read
         await manager.start()
         await make_server(manager, settings, ready).serve(sockets=[sock])
     finally:
-        async with asyncio.timeout(STOP_SECONDS - DRAIN_SECONDS - CANCEL_SECONDS):
-            await manager.close()
+        try:
+            async with asyncio.timeout(STOP_SECONDS - DRAIN_SECONDS - CANCEL_SECONDS):
+                await manager.close()
+        except TimeoutError:
+            log.warning("what was being undone or removed did not end in time; the next start goes on with it")
 
 
 def make_server(manager: Manager, settings: Settings, ready: Callable[[], None]) -> uvicorn.Server:
