@@ -31,7 +31,6 @@ from agent_sandbox.errors import (
     BackendError,
     InvalidRequestError,
     NotFoundError,
-    PayloadTooLargeError,
     SandboxError,
     UnsupportedError,
 )

@@ -130,11 +130,13 @@ class SnapshotStore:
     @asynccontextmanager
     async def open(self, id: str, stored_bytes: int, digest: str) -> AsyncIterator[Archive]:
         """Open a snapshot to read it once. :class:`MissingFileError`. Deleting it meanwhile does not disturb."""
-        reader = await self._run(lambda: _Reader(self._path(id)))
+        opened: list[_Reader] = []  # a cancellation comes after the opening, and what was opened is closed then too
         try:
-            yield Archive(id, reader, self._run, (stored_bytes, digest))
+            await self._run(lambda: opened.append(_Reader(self._path(id))))
+            yield Archive(id, opened[0], self._run, (stored_bytes, digest))
         finally:
-            await uninterrupted(self._run(reader.close))
+            for reader in opened:
+                await uninterrupted(self._run(reader.close))
 
     async def delete(self, id: str) -> None:
         """Remove the file of a snapshot that has no row any more. Where that fails, the next start does it."""
