@@ -86,7 +86,7 @@ def cli() -> str:
     ]
     for name, command in commands():
         arguments = [param for param in command.params if param.param_type_name == "argument"]
-        usage = " ".join([name, "[OPTIONS]", *(_argument(param) for param in arguments)])
+        usage = " ".join([name, "[OPTIONS]", *(options.usage(param) for param in arguments)])
         lines += [f"## {name}", "", "```", usage, "```", "", inspect.cleandoc(command.help or ""), ""]
         rows = [_option(param) for param in command.params if param.param_type_name == "option"]
         rows = [row for row in rows if row]
@@ -95,11 +95,6 @@ def cli() -> str:
     lines += ["## Exit codes", "", "| code | meaning |", "| --- | --- |"]
     lines += [f"| {code} | {meaning} |" for code, meaning in exit_codes.describe()]
     return "\n".join([*lines, ""])
-
-
-def _argument(param: Any) -> str:
-    text = str(param.metavar or param.name.upper())
-    return text if param.required or text.startswith("[") else f"[{text}]"
 
 
 def _option(param: Any) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from agent_sandbox_engine import sandboxd_path
 
+from agent_sandbox.client import SandboxClient
 from tests.e2e.local import PROGRAM, Local
 
 pytestmark = pytest.mark.real
@@ -202,11 +203,127 @@ def test_a_sandbox_from_birth_to_death(local: Local, tmp_path: Path) -> None:
 
 def test_files_that_the_sandbox_made_to_mislead(local: Local, box: str, tmp_path: Path) -> None:
     script = "mkdir d; ln -s /etc/passwd d/link; mkfifo d/fifo; printf x > 'd/-rf'; printf y > 'd/a\nb'; ln -s . d/loop"
-    local.out("exec", box, "--", "sh", "-c", script)
+    local.out("exec", box, "--", "sh", "-c", f"{script}; ln -s ../../x d/up; chmod 4755 d/-rf; cp -a d /tmp/d")
     done = local.run("cp", f"{box}:d", str(tmp_path / "out"))
     assert done.returncode == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"-rf", "a\nb"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"-rf", "a\nb", "loop"}
+    assert stat.S_IMODE((tmp_path / "out" / "-rf").stat().st_mode) == 0o755
     assert done.stderr.count("left out") == 3
+    listed = local.json("cp", f"{box}:/tmp/d", str(tmp_path / "from-tmp"))
+    assert {path.name for path in (tmp_path / "from-tmp").iterdir()} == {"-rf", "a\nb"}
+    assert (listed["files"], len(listed["left_out"])) == (2, 4)
+
+
+def test_input_is_passed_on_byte_by_byte_and_ends(local: Local, box: str) -> None:
+    content = bytes(range(256)) * 4000
+    for arguments in (["exec", "-i", box], ["run", "-i"]):
+        with local.start(*arguments, "--", "cat", stdin=subprocess.PIPE) as process:
+            out, err = process.communicate(content, timeout=60)
+        assert (process.returncode, out == content, err) == (0, True, b"")
+    with local.start("exec", "-i", box, "--", "head", "-c1", stdin=subprocess.PIPE) as process:
+        out, _ = process.communicate(content, timeout=60)
+    assert (process.returncode, out) == (0, b"\0")
+    assert local.out("exec", box, "--", "cat") == "", "without -i it is empty"
+
+
+def test_a_command_is_left_running_read_and_ended(local: Local, box: str) -> None:
+    exec_id = local.out("exec", "-d", box, "--", "sh", "-c", "echo one; printf '\\377'; sleep 600")
+    wait_until(lambda: [item["cursor"] for item in local.json("execs", box)] == [5])
+    with local.start("logs", box, exec_id) as process:
+        assert process.communicate(timeout=60)[0] == b"one\n\xff"
+    local.out("serve", "--stop")
+    (kept,) = local.json("execs", box)
+    assert (kept["id"], kept["status"]) == (exec_id, "running")
+    with local.start("logs", "-f", box, exec_id) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(5) == b"one\n\xff"
+        assert local.json("kill", box, exec_id, "-s", "KILL")["processes"] >= 1
+        assert process.communicate(timeout=60)[0] == b""
+    assert process.returncode == 0
+    assert local.run("kill", box, exec_id).returncode == 68
+    assert local.run("logs", box, "exnone").returncode == 68
+    assert "signal 9" in local.out("execs", box)
+
+
+def test_a_stopped_sandbox_is_started_again(local: Local, box: str) -> None:
+    local.out("exec", box, "--", "sh", "-c", "echo kept > file")
+    assert local.out("stop", box) == box
+    assert [item["status"] for item in local.json("ls") if item["id"] == box] == ["stopped"]
+    refused = local.run("exec", box, "--", "true")
+    assert refused.returncode == 125
+    assert "start" in refused.stderr
+    assert local.json("start", box)[0]["status"] == "running"
+    assert local.out("exec", box, "--", "cat", "file") == "kept"
+    assert local.json("inspect", box)["id"] == box
+    assert local.json("stats", box)["daemon_memory_bytes"] > 0
+    assert local.json("rm", box) == [{"id": box, "removed": True}]
+
+
+def test_a_directory_is_copied_in_before_a_run(local: Local, tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "tool").write_text("#!/bin/sh\necho ran in $PWD\n")
+    (tmp_path / "project" / "tool").chmod(0o755)
+    assert local.out("run", "-v", str(tmp_path / "project"), "--", "./tool") == "ran in /workspace"
+    volume = f"{tmp_path / 'project'}:sub"
+    assert local.out("run", "-v", volume, "-w", "sub", "--", "./tool") == "ran in /workspace/sub"
+    assert local.json("ls") == []
+
+
+def test_a_copy_that_is_interrupted_leaves_nothing(local: Local, box: str, tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    for number in range(100):
+        (tmp_path / "big" / f"f{number}").write_bytes(os.urandom(1 << 20))
+    with local.start("cp", str(tmp_path / "big"), f"{box}:big") as process:
+        with SandboxClient(uds=local.socket) as client:
+            sandbox = client.get(box)
+            wait_until(lambda: sandbox.list_files() != [])
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert local.out("exec", box, "--", "ls", "-A") == ("big" if process.returncode == 0 else "")
+    local.out("exec", box, "--", "sh", "-c", "mkdir -p out; head -c 60000000 /dev/urandom > out/f")
+    (tmp_path / "here").mkdir()
+    with local.start("cp", f"{box}:out", str(tmp_path / "here" / "out")) as process:
+        wait_until(lambda: any((tmp_path / "here").iterdir()))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert {path.name for path in (tmp_path / "here").iterdir()} == ({"out"} if process.returncode == 0 else set())
+
+
+def test_what_changes_is_told(local: Local, box: str) -> None:
+    with local.start("watch", box) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr.readline() == b"agent-sandbox: watching /workspace\n"
+        local.out("exec", box, "--", "sh", "-c", "mkdir d; echo > 'd/a\nb'")
+        assert process.stdout.readline() == b"created /workspace/d/\n"
+        assert b"/workspace/d/a\\nb" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_ids_are_completed_and_no_server_is_started_for_it(local: Local, box: str, tmp_path: Path) -> None:
+    def complete(where: Local, words: str) -> list[str]:
+        where.environ |= {
+            "_AGENT_SANDBOX_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+        }
+        try:
+            return where.out().split()
+        finally:
+            for name in ("_AGENT_SANDBOX_COMPLETE", "COMP_WORDS", "COMP_CWORD"):
+                where.environ.pop(name)
+
+    assert complete(local, "agent-sandbox exec ") == [box]
+    assert complete(local, f"agent-sandbox stop {box[:4]}") == [box]
+    assert complete(local, "agent-sandbox cp sb") == [f"{box}:"]
+    assert "snapshots" in complete(local, "agent-sandbox snap")
+    other = Local(tmp_path / "data")
+    assert complete(other, "agent-sandbox exec ") == []
+    assert other.servers() == []
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,18 +88,50 @@ def test_the_number_of_primes_is_right() -> None:
     assert sum(all(n % p or n == p for p in divisors) for n in range(2, quickstart.LIMIT)) == quickstart.PRIMES
 
 
-def test_the_readmes_python_example_runs(local: Local) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def run_python(local: Local, program: str) -> list[str]:
+    """Run a program of the documentation against the local server; its lines that are not empty."""
     local.out("ls")
     environ = {**local.environ, "AGENT_SANDBOX_URL": f"unix://{local.socket}"}
-    done = subprocess.run([sys.executable, "-c", example], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    lines = [line for line in done.stdout.splitlines() if line]
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_readmes_python_examples_run(local: Local) -> None:
+    first, second = examples("README.md")
+    lines = run_python(local, first)
     assert lines[0] == "hello from /workspace/hello.py"
     streamed = " ".join(lines[1:-1]).replace("stdout ", "").split()
     assert streamed == ["hello.py", "hello", "from", "/workspace/hello.py", "exit"]
     assert lines[-1] == "print('hello from', __file__)"
+    lines = run_python(local, second)
+    assert lines[0].startswith("started") or lines[0] == "stdout b'1\\n'"
+    assert lines[-4:] == ["exit b''", "0", "a", "b"]
     assert nothing_is_left(local)
+
+
+def test_the_examples_of_the_sdks_page_run(local: Local, tmp_path: Path) -> None:
+    begin, *parts, terminal = examples("docs/how-to/use-the-sdk.md")
+    assert "with Sandbox.create" in begin
+    (tmp_path / "big.bin").write_bytes(bytes(range(256)))
+    with tarfile.open(tmp_path / "src.tar", "w") as tar:
+        tar.add(ROOT / "README.md", "README.md")
+    body = "\n".join(parts).replace("make -j2", "echo made").replace('"/tmp/', f'"{tmp_path}/')
+    body = body.replace('"src.tar"', f'"{tmp_path}/src.tar"').replace("cursor=4096", "cursor=1")
+    program = "from agent_sandbox import Sandbox\nwith Sandbox.create(timeout_seconds=60) as sandbox:\n"
+    program += "".join(f"    {line}\n" for line in body.splitlines())
+    vim = terminal.replace("vim notes.txt", "read x").replace(":q\\r", "typed\\r")
+    program += "".join(f"    {line}\n" for line in vim.splitlines())
+    lines = run_python(local, program)
+    assert lines[:3] == ["a", "b", " 0"]
+    assert "stdout b'made\\n'" in lines
+    assert "ready " in lines
+    assert lines[-1] == "0"
+    assert (tmp_path / "copy.bin").read_bytes() == bytes(range(256))
 
 
 def test_the_readmes_command_prints_42(local: Local) -> None:

@@ -50,7 +50,7 @@ def check(worker: Worker) -> None:
 def finish(worker: Worker) -> None:
     """Read every command to its end, restore every snapshot, and delete everything."""
     for box in list(worker.boxes):
-        for program in box.programs:
+        for program in list(box.programs):
             try:
                 worker.follow(box, program, 0, to_the_end=True)
             except Refused as error:
@@ -188,6 +188,7 @@ def _check(worker: Worker, box: Box) -> None:
     worker.expect(not unknown, f"{box.id}: nobody started {[(id, listed[id]) for id in unknown]}")
     for program in list(box.programs):
         if program.id in listed:
+            program.has_survived = program.has_survived or not program.ended
             worker.follow(box, program, program.cursor if worker.rng.random() < 0.5 else 0)
         else:
             worker.find(f"{box.id}: command {program.id} ({program.tag}) was acknowledged and is missing")

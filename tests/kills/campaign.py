@@ -83,10 +83,12 @@ class Campaign:
         """What was done, in a few lines."""
         done: Counter[str] = sum((worker.done for worker in self.workers), Counter())
         twice = sum(worker.made_twice for worker in self.workers)
+        outlived = sum(worker.outlived for worker in self.workers)
         did = ", ".join(f"{count} {op}" for op, count in sorted(done.items()))
         return (
-            f"seed {self.seed}: {self.kills} kills, {done.total()} requests acknowledged ({did}); "
-            f"{twice} made again because their reply had not been noted; {len(self.findings)} findings"
+            f"seed {self.seed}: {self.kills} kills, {done.total()} requests acknowledged ({did}); {outlived} commands "
+            f"read to their end after a kill that they outlived; {twice} made again because their reply had not been "
+            f"noted; {len(self.findings)} findings"
         )
 
     def _load_and_kill(self, pool: ThreadPoolExecutor, plan: Plan) -> None:

@@ -96,7 +96,10 @@ class Workspace:
 
 @dataclass
 class Program:
-    """A command that prints ``head`` bytes, then ``lines`` numbered lines, and exits with ``code``."""
+    """A command that prints ``head`` bytes, then ``lines`` numbered lines, and exits with ``code``.
+
+    ``has_survived`` is one that was seen to run before and after a kill.
+    """
 
     tag: str
     lines: int
@@ -106,6 +109,7 @@ class Program:
     id: str = ""
     cursor: int = 0
     ended: bool = False
+    has_survived: bool = False
     moved_at: float = 0.0
 
     def argv(self) -> list[str]:

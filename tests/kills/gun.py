@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-LONGEST_LOAD_SECONDS = 10.0
+LONGEST_LOAD_SECONDS = 8.0
 """A kill that waits for a certain request is fired by then in any case."""
 
 How = Literal["moment", "sent", "replied"]

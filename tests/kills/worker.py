@@ -39,6 +39,7 @@ OPS: Mapping[str, float] = {
 """What a worker does, and how often."""
 
 MOST_BOXES = 3
+MOST_BRIEF = 3
 MOST_SNAPS = 5
 MOST_PROGRAMS = 6
 LIMITS = {"cpus": 1, "memory_mb": 128, "pids_limit": 64, "disk_mb": 128}
@@ -60,6 +61,7 @@ class Worker:
         self.findings: list[str] = []
         self.done: Counter[str] = Counter()
         self.made_twice = 0
+        self.outlived = 0
         self.api: Api
         self._ops = ops
         self._gun: Gun | None = None
@@ -113,7 +115,7 @@ class Worker:
         running = [box for box in steady if not box.is_stopped]
         if op in ("create", "fork") and len(steady) >= MOST_BOXES:
             return "delete"
-        if op == "brief" and any(box.is_brief for box in self.boxes):
+        if op == "brief" and len(self.boxes) - len(steady) >= MOST_BRIEF:
             return self._possible("write")
         if op in ("create", "brief"):
             return op
@@ -302,7 +304,7 @@ class Worker:
         return Program(self.label("p"), self.rng.randint(1, longest), 0.1, head, self.rng.choice((0, 1, 7, 255)))
 
     def _detach(self, box: Box) -> None:
-        program = self._program(60)
+        program = self._program(150)
         body = {"command": program.argv(), "detach": True, "tag": program.tag}
         with self.asking("detach", lambda: aftermath.detached(self, box, program, body)):
             data = self.api.ask("POST", f"{box.path}/execs", body, key=program.tag)
@@ -340,9 +342,11 @@ class Worker:
     def follow(self, box: Box, program: Program, start: int, *, to_the_end: bool = False) -> None:
         """Read a command's output from a byte on and compare."""
         params = {"cursor": str(start), "follow": "true" if to_the_end else "false"}
+        ran = not program.ended
         events = self.api.lines("GET", f"{box.path}/execs/{program.id}/output", params=params)
         for text in program.follow(events, start):
             self.find(f"{box.id}: {text}")
+        self.outlived += ran and program.ended and program.has_survived
 
     # Snapshots
 

@@ -17,6 +17,7 @@ import pytest
 
 from agent_sandbox.backends.oci import OciBackend, disk
 from agent_sandbox.backends.oci import backend as oci_backend
+from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.types import ExecOutput, SandboxSpec
@@ -105,7 +106,7 @@ async def test_stopped_and_started_it_is_the_same(backend: OciBackend, settings:
         )
     assert {name: (home(settings) / name).read_bytes() for name in files} == files
     after = dict((await backend.inspect(ID)).details)
-    changing = {"pid", "mounts"}
+    changing = {"pid", "mounts", "usage"}
     assert {key: after[key] for key in after if key not in changing} == {
         key: before[key] for key in before if key not in changing
     }
@@ -185,6 +186,23 @@ async def test_after_a_reboot_it_can_be_destroyed(settings: Settings) -> None:
     await second.destroy(ID)
     await wait_until_clean(settings.data_dir)
     await second.close()
+
+
+async def test_a_removal_that_is_cut_off_anywhere_is_still_listed(
+    backend: OciBackend, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[list[str]] = []
+    release = IdRanges.release
+
+    def released(ranges: IdRanges, owner: Path) -> None:
+        release(ranges, owner)
+        listed.append([path.name for path in owner.parent.iterdir()])
+
+    monkeypatch.setattr(IdRanges, "release", released)
+    await backend.create(ID, SPEC)
+    await backend.destroy(ID)
+    await wait_until_clean(settings.data_dir)
+    assert listed == [[ID]]
 
 
 async def test_a_range_is_kept_for_a_stopped_environment(backend: OciBackend, tmp_path: Path) -> None:

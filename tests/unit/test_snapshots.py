@@ -330,3 +330,24 @@ async def test_a_closed_store_says_so(tmp_path: Path) -> None:
     await store.close()
     with pytest.raises(BackendError, match="shutting down"):
         await save(store, b"x")
+
+
+async def test_an_opening_that_is_cancelled_closes_what_it_opened(store: SnapshotStore) -> None:
+    stored = await save(store, b"a")
+
+    def descriptors() -> list[str]:
+        links = (str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+        return [link for link in links if link.endswith(f"{ID}.tar.zst")]
+
+    async def open_it() -> None:
+        async with store.open(ID, stored.stored_bytes, stored.digest):
+            raise AssertionError("it was cancelled before")
+
+    for turns in range(3):
+        opening = asyncio.create_task(open_it())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert descriptors() == []

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from agent_sandbox import __version__
 from agent_sandbox.cli import (
@@ -20,6 +21,7 @@ from agent_sandbox.cli import (
     exit_codes,
     files,
     images,
+    options,
     output,
     quickstart,
     sandboxes,
@@ -27,7 +29,7 @@ from agent_sandbox.cli import (
     signals,
     snapshots,
 )
-from agent_sandbox.errors import SandboxError
+from agent_sandbox.errors import SandboxError, UnauthorizedError
 
 app = typer.Typer(
     name="agent-sandbox",
@@ -56,8 +58,18 @@ def _options(
     pass
 
 
+class _Command(TyperCommand):
+    """A command whose usage line shows its arguments as the reference page does, without Typer's braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [param for param in self.params if param.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(options.usage, arguments)]
+
+
 for family in (quickstart, commands, execs, sandboxes, files, snapshots, images, serve, doctor):
     family.register(app)
+for _registered in (*app.registered_commands, *images.app.registered_commands):
+    _registered.cls = _Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else exit_codes.FAILED
     except SandboxError as error:
         output.note(error.message)
+        if isinstance(error, UnauthorizedError):
+            output.note("set AGENT_SANDBOX_API_KEY to one of the keys that the server was started with")
         for line in error.details.get("lines", ()) if isinstance(error, exit_codes.LocalServerError) else ():
             print(f"    {output.plain(line)}", file=sys.stderr)
         return exit_codes.OURS if own_code else exit_codes.of(error)

@@ -117,9 +117,9 @@ def exec_(
     variables = options.environment(env)
     if command[0] == "--" and len(command) > 1:  # options end with SANDBOX, so the parser hands this one on
         command = command[1:]
-    _check_use(tty, as_json)
     if detach and (interactive_ or tty):
         raise typer.BadParameter("-d leaves the command alone: it goes with neither -i nor -t")
+    _check_use(tty, as_json)
     with connect() as client:
         sandbox = client.get(sandbox_id)
         if detach:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _REMOTE = re.compile(r"(sb[a-z0-9]+):(.*)", re.DOTALL)
 
-Place = Annotated[str, typer.Argument(help="PATH or SANDBOX:PATH.", autocompletion=completion.places)]
+Place = Annotated[str, typer.Argument(metavar="SOURCE", help="PATH or SANDBOX:PATH.", autocompletion=completion.places)]
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +54,9 @@ def cp(
     target: Annotated[
         str,
         typer.Argument(
-            help="SANDBOX:PATH or PATH; exactly one of the two is in a sandbox.", autocompletion=completion.places
+            metavar="TARGET",
+            help="SANDBOX:PATH or PATH; exactly one of the two is in a sandbox.",
+            autocompletion=completion.places,
         ),
     ],
     as_json: options.Json = False,
@@ -62,8 +64,8 @@ def cp(
     """Copy a file, or a directory with all that is in it, into a sandbox or out of it.
 
     A path in a sandbox is relative to /workspace. Where the target is a directory, the source goes into it. Modes,
-    symbolic links and empty directories are kept; a link that leads out of the copy, devices and sockets are left out
-    and reported. An interrupted copy leaves nothing behind, unless it was filling a directory that was there.
+    symbolic links and empty directories are kept; devices and sockets, and on the way out of a sandbox links that lead
+    out of the copy, are left out and reported. An interrupted copy leaves nothing behind, unless it was filling a directory that was there.
     """
     there, here = _REMOTE.fullmatch(source), _REMOTE.fullmatch(target)
     if (there is None) == (here is None):
@@ -142,7 +144,9 @@ def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:
 
 def download(sandbox: Sandbox, source: str, target: Path, done: Copied) -> None:
     """Copy a file or tree from an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
-    found = sandbox.stat(source)
+    found = _stat(sandbox, source)
+    if found is None:
+        raise NotFoundError(f"there is no {source} in {sandbox.id}")
     name = posixpath.basename(posixpath.normpath(source))
     if target.is_dir() or (found.type != "directory" and os.fspath(target).endswith("/")):
         if not is_plain(name):

@@ -43,23 +43,30 @@ AuthFile = Annotated[
         "--authfile", help="Registry credentials, as skopeo login writes them; skopeo's default else.", metavar="FILE"
     ),
 ]
-NameArgument = Annotated[str, typer.Argument(help="The name that sandboxes ask for, such as debian:12.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The name that sandboxes ask for, such as debian:12.")
+]
 
 
-def register(app: typer.Typer) -> None:
+app = typer.Typer(help="Manage the images of this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def register(root: typer.Typer) -> None:
     """Add the commands of this family."""
-    image = typer.Typer(help="Manage the images of this machine.", no_args_is_help=True, rich_markup_mode=None)
-    image.command("import")(import_)
+    app.command("import")(import_)
     for command in (pull, ls, inspect, rm):
-        image.command()(command)
-    app.add_typer(image, name="image")
+        app.command()(command)
+    root.add_typer(app, name="image")
 
 
 def import_(
     name: NameArgument,
     source: Annotated[
         str,
-        typer.Argument(help="Directory or tar of a root filesystem, OCI layout, docker save archive, or docker://…"),
+        typer.Argument(
+            metavar="SOURCE",
+            help="Directory or tar of a root filesystem, OCI layout, docker save archive, or docker://…",
+        ),
     ],
     kind: Annotated[
         Kind | None, typer.Option("--kind", help="What the source is, when it shall not be guessed.")
@@ -79,7 +86,8 @@ def import_(
 
 def pull(
     reference: Annotated[
-        str, typer.Argument(help="[docker://][HOST/]PATH[:TAG][@sha256:…]; docker.io without a host.")
+        str,
+        typer.Argument(metavar="REFERENCE", help="[docker://][HOST/]PATH[:TAG][@sha256:…]; docker.io without a host."),
     ],
     name: Annotated[str | None, typer.Option("--name", help="The name to give it; the reference itself else.")] = None,
     authfile: AuthFile = None,
@@ -120,7 +128,8 @@ def ls(as_json: options.Json = False) -> None:
 
 
 def inspect(
-    name: Annotated[str, typer.Argument(help="Name or digest of an image.")], as_json: options.Json = False
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name or digest of an image.")],
+    as_json: options.Json = False,
 ) -> None:
     """Show what is known of an image. Of its config only the environment has an effect: see the how-to page."""
     store, _ = _store()

@@ -84,6 +84,7 @@ def ensure(data_dir: Path) -> Path:
     _private_directory(path.parent)
     with _lock(path.parent / "start.lock"):
         if not answers(path) and _predecessor_has_gone(path):
+            _refuse_beside_another(data_dir)
             _start(path, data_dir)
     return path
 
@@ -190,6 +191,24 @@ def _start(path: Path, data_dir: Path) -> None:
         process.kill()
         process.wait()
     raise LocalServerError(f"the local server was not ready within {START_SECONDS:.0f} s", details=_tail(log, begin))
+
+
+def _refuse_beside_another(data_dir: Path) -> None:
+    """Start nothing where a server that listens elsewhere has the data directory (``manager/state.py``)."""
+    try:
+        fd = os.open(data_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return  # there is none; or the server says what is wrong with it
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
+        raise LocalServerError(
+            f"a server that listens elsewhere (process {holder}) uses {data_dir}: set AGENT_SANDBOX_URL "
+            "(and AGENT_SANDBOX_API_KEY) to talk to it"
+        ) from None
+    finally:
+        os.close(fd)
 
 
 def _predecessor_has_gone(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,9 @@ Writable = Annotated[
     bool, typer.Option("--writable", help="Make the root filesystem writable; its changes are not kept.")
 ]
 Backend = Annotated[str | None, typer.Option("--backend", help="Which of the server's backends; the first else.")]
-Ttl = Annotated[int | None, typer.Option("--ttl", help="Seconds until the sandbox is removed.", metavar="SECONDS")]
+Ttl = Annotated[
+    int | None, typer.Option("--ttl", help="Seconds until the sandbox is removed.", metavar="SECONDS", min=1)
+]
 Env = Annotated[
     list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, or NAME to pass yours on.", metavar="NAME[=VALUE]")
 ]
@@ -39,6 +41,12 @@ Command = Annotated[list[str], typer.Argument(help="The program and its argument
 
 TAKES_COMMAND = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 """Context settings of commands that end with a foreign command line: its options are not ours."""
+
+
+def usage(argument: Any) -> str:
+    """How an argument is written in a usage line."""
+    text = str(argument.metavar or argument.name.upper())
+    return text if argument.required or text.startswith("[") else f"[{text}]"
 
 
 def environment(pairs: Sequence[str] | None) -> dict[str, str]:

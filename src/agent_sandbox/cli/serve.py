@@ -13,6 +13,7 @@ import typer
 
 from agent_sandbox.cli import local_server, output
 from agent_sandbox.config import load_settings
+from agent_sandbox.errors import ConflictError
 
 
 def register(app: typer.Typer) -> None:
@@ -65,6 +66,12 @@ def serve(
     if stop:
         output.note("the local server has ended" if local_server.stop(settings.data_dir) else "no local server runs")
         return
+    local = local_server.socket_path(settings.data_dir)
+    if unix != local and local_server.answers(local):
+        raise ConflictError(
+            f"the local server, which commands start on demand, uses {settings.data_dir}: end it with "
+            "`agent-sandbox serve --stop` (its sandboxes stay), or give this one another --data-dir"
+        )
     from agent_sandbox.server import run
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

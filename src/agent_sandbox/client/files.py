@@ -52,9 +52,14 @@ class SandboxFiles:
                 if size:
                     raise
             before = self.stat(path)
-            while piece := self.read_file(path, offset=size, length=file_requests.PART_BYTES):
-                write(piece)
-                size += len(piece)
+            begin = -1
+            while size > begin:
+                begin = size
+                part = file_requests.read(self.id, path, size, file_requests.PART_BYTES)
+                with closing(self._http.pieces(part)) as pieces:
+                    for piece in pieces:
+                        write(piece)
+                        size += len(piece)
             after = self.stat(path)
             if (before.size, before.modified_at) != (after.size, after.modified_at) or size != after.size:
                 raise ConflictError(f"{path} changed while it was read: try again")

@@ -229,6 +229,9 @@ class Http(_Common):
             with self._translated():
                 if not call.accepts(response.status_code):
                     raise from_reply(response.status_code, response.read())
+                if response.status_code in call.instead:
+                    yield call.instead[response.status_code]
+                    return
                 pieces = response.iter_bytes()
             while True:
                 with self._translated():
@@ -300,6 +303,9 @@ class AsyncHttp(_Common):
             with self._translated():
                 if not call.accepts(response.status_code):
                     raise from_reply(response.status_code, await response.aread())
+                if response.status_code in call.instead:
+                    yield call.instead[response.status_code]
+                    return
                 pieces = response.aiter_bytes()
             while True:
                 with self._translated():

@@ -2,10 +2,10 @@
 
 Standard frozen dataclasses, so that the SDK needs no validation library. Strategy:
 
-* The server hands a request shape to FastAPI. ``__pydantic_config__`` refuses unknown fields; markers
-  (:class:`Number`, :class:`Text`, :class:`Command`, :class:`Flag`) carry each field's bounds; pydantic calls their two
-  hooks, which need nothing but dictionaries. Types are strict: no ``true`` or ``"1"`` where a number belongs. A field
-  whose public name is a word of Python's has an underscore behind it here (``from_``).
+* The server hands a request shape to FastAPI. ``__pydantic_config__`` refuses unknown fields, and the markers of
+  ``markers.py`` carry each field's bounds; pydantic calls their two hooks, which need nothing but dictionaries. Types
+  are strict: no ``true`` or ``"1"`` where a number belongs. A field whose public name is a word of Python's has an
+  underscore behind it here (``from_``).
 * Clients build replies with ``from_json``, which ignores fields it does not know: an old client survives a new server.
   Fields that a server of the first contract does not send have defaults.
 * A string holds surrogate escapes where bytes inside a sandbox are not UTF-8 (JSON ``\\udcXX``). None may hold NUL.

@@ -292,13 +292,17 @@ class OciBackend(GuestBackend):
         await self._remove(id)
 
     async def _remove(self, id: str) -> None:
-        """Remove what is left of an environment without processes."""
-        directory = self._places.environment(id).directory
-        await self._free(id, self._places.environment(id).remove)
-        await self._thread(self._places.ranges.release, directory)
+        """Remove what is left of an environment without processes.
 
-    async def _free(self, id: str, last: Callable[[], None]) -> None:
-        """Free what an environment without processes holds of the host, and do ``last``.
+        Its directory goes last: by that it is listed, so what a kill leaves half removed is found again.
+        """
+        environment = self._places.environment(id)
+        await self._free(id)
+        await self._thread(self._places.ranges.release, environment.directory)
+        await self._thread(environment.remove)
+
+    async def _free(self, id: str, *more: Callable[[], None]) -> None:
+        """Free what an environment without processes holds of the host, and do ``more``.
 
         Everything is tried; then the first failure is raised.
         """
@@ -307,7 +311,7 @@ class OciBackend(GuestBackend):
             await self._runc.delete(CONTAINER_PREFIX + id)
         except BackendError as error:
             failed = error
-        for work in (self._places.environment(id).unmount, self._groups(id).remove, last):
+        for work in (self._places.environment(id).unmount, self._groups(id).remove, *more):
             try:
                 await self._thread(work)
             except OSError as error:

@@ -52,9 +52,14 @@ class AsyncSandboxFiles:
                 if size:
                     raise
             before = await self.stat(path)
-            while piece := await self.read_file(path, offset=size, length=file_requests.PART_BYTES):
-                await write(piece)
-                size += len(piece)
+            begin = -1
+            while size > begin:
+                begin = size
+                part = file_requests.read(self.id, path, size, file_requests.PART_BYTES)
+                async with aclosing(self._http.pieces(part)) as pieces:
+                    async for piece in pieces:
+                        await write(piece)
+                        size += len(piece)
             after = await self.stat(path)
             if (before.size, before.modified_at) != (after.size, after.modified_at) or size != after.size:
                 raise ConflictError(f"{path} changed while it was read: try again")
