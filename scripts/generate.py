@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from agent_sandbox import errors
-from agent_sandbox.cli import exit_codes
+from agent_sandbox.cli import exit_codes, options
 from agent_sandbox.cli.app import app
 from agent_sandbox.config import describe
 from agent_sandbox.server.errors import INTERNAL_CODE, INTERNAL_STATUS, STATUS

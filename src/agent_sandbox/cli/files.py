@@ -64,8 +64,9 @@ def cp(
     """Copy a file, or a directory with all that is in it, into a sandbox or out of it.
 
     A path in a sandbox is relative to /workspace. Where the target is a directory, the source goes into it. Modes,
-    symbolic links and empty directories are kept; devices and sockets, and on the way out of a sandbox links that lead
-    out of the copy, are left out and reported. An interrupted copy leaves nothing behind, unless it was filling a directory that was there.
+    symbolic links and empty directories are kept. Devices and sockets, and on the way out of a sandbox links that lead
+    out of the copy, are left out and reported. An interrupted copy leaves nothing behind, unless it was filling a
+    directory that was there.
     """
     there, here = _REMOTE.fullmatch(source), _REMOTE.fullmatch(target)
     if (there is None) == (here is None):
