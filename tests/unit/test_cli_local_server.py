@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.cli import local_server
-from agent_sandbox.cli.exit_codes import NeedsRootError
+from agent_sandbox.cli.exit_codes import LocalServerError, NeedsRootError
+from agent_sandbox.cli.serve import serve
 from agent_sandbox.config import default_data_dir
-from agent_sandbox.errors import ForbiddenError, InvalidRequestError
+from agent_sandbox.errors import ConflictError, ForbiddenError, InvalidRequestError
+from agent_sandbox.manager.state import DataLock
 
 
 def test_the_default_data_directory_has_the_well_known_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +111,27 @@ def test_any_http_answer_counts_and_anything_else_does_not(tmp_path: Path) -> No
 
 def test_stopping_where_no_server_runs_says_so(tmp_path: Path) -> None:
     assert local_server.stop(tmp_path) is False
+
+
+def test_no_local_server_is_started_beside_one_that_listens_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_server, "_private_directory", lambda path: path.mkdir(parents=True, exist_ok=True))
+    started: list[Path] = []
+    monkeypatch.setattr(local_server, "_start", lambda path, data_dir: started.append(data_dir))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    lock = DataLock(tmp_path / "lock")
+    lock.acquire()
+    with pytest.raises(LocalServerError, match=f"process {os.getpid()}.*AGENT_SANDBOX_URL"):
+        local_server.ensure(tmp_path)
+    assert started == []
+    lock.release()
+    local_server.ensure(tmp_path)
+    assert started == [tmp_path]
+
+
+def test_no_server_is_started_beside_the_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGENT_SANDBOX_DATA_DIR", os.fspath(tmp_path))
+    monkeypatch.setattr(local_server, "answers", lambda path: True)
+    with pytest.raises(ConflictError, match="serve --stop"):
+        serve(insecure_no_auth=True)

@@ -147,7 +147,7 @@ def download(sandbox: Sandbox, source: str, target: Path, done: Copied) -> None:
     """Copy a file or tree from an absolute path in a sandbox. :class:`NotFoundError` when there is no source."""
     found = _stat(sandbox, source)
     if found is None:
-        raise NotFoundError(f"there is no {source} in {sandbox.id}")
+        raise NotFoundError(f"there is no {source} in the sandbox")
     name = posixpath.basename(posixpath.normpath(source))
     if target.is_dir() or (found.type != "directory" and os.fspath(target).endswith("/")):
         if not is_plain(name):
