@@ -103,6 +103,12 @@ def test_output_goes_to_its_own_stream_byte_by_byte() -> None:
             b"",
             "agent-sandbox: the command was killed at its deadline, after 1.5 s: --timeout sets it\n",
         ),
+        (
+            [{"type": "exit", "signal": 9, "oom_killed": True}],
+            137,
+            b"",
+            "agent-sandbox: the command was killed: the sandbox's memory is used up; create it with more (-m)\n",
+        ),
     ],
 )
 def test_events_become_output_notes_and_a_code(

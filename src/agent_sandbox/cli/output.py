@@ -80,7 +80,7 @@ def raw(stream: str, data: bytes) -> None:
 def follow(events: Iterable[ExecOutputEvent], *, deadline_hint: bool = False) -> int:
     """Write a command's output as it comes, byte by byte as it was; return its exit code, 0 while it still runs.
 
-    Why it could not be started, what is not kept any more, and its deadline are notes.
+    Why it could not be started, what is not kept any more, its deadline and want of memory are notes.
     """
     from agent_sandbox.client.exec_requests import exit_status
 
@@ -95,6 +95,8 @@ def follow(events: Iterable[ExecOutputEvent], *, deadline_hint: bool = False) ->
             if event.timed_out and deadline_hint:
                 seconds = (event.duration_ms or 0) / 1000
                 note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
+            elif event.oom_killed and deadline_hint:
+                note("the command was killed: the sandbox's memory is used up; create it with more (-m)")
             return exit_status(event)
     return 0
 
