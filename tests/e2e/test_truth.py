@@ -111,6 +111,13 @@ def test_f23_a_renewal_at_the_moment_of_expiry_lives_or_says_that_it_is_gone(ser
     assert not lived[-1]
 
 
+def test_a_second_server_on_one_data_directory_leaves_the_first_alone(server: Served) -> None:
+    refused = Served(server.data, "runc").spawn()
+    assert refused.wait(30) != 0
+    with server.client() as client, client.create() as sandbox:
+        assert sandbox.exec("echo made").stdout == "made\n"
+
+
 def test_f25_a_record_that_cannot_be_read_costs_no_workspace(tmp_path: pathlib.Path) -> None:
     with serving(tmp_path / "data") as server, server.client() as client:
         damaged, sound = client.create(), client.create()

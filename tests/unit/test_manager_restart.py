@@ -326,9 +326,16 @@ async def test_a_crash_while_a_snapshot_is_deleted(server: Server, monkeypatch: 
 
 async def test_a_second_server_on_one_data_directory_is_refused(server: Server) -> None:
     sandbox = await server.manager.create(CreateOptions())
-    second = Manager(server.settings, {"fake": FakeBackend(server.settings)})
+    closed: list[str] = []
+
+    class Watched(FakeBackend):
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    second = Manager(server.settings, {"fake": Watched(server.settings)})
     with pytest.raises(ConflictError, match="another server"):
         await second.start()
+    assert closed == []  # closing tidies up what the first server uses
     assert (await server.manager.exec(sandbox.id, "true")).exit.code == 0
     await server.restart()
     assert await ids(server) == ([sandbox.env_id], [sandbox.env_id])

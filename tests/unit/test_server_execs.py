@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -259,6 +260,15 @@ def test_a_terminal_runs_a_command_with_a_size(server: Running, box: str) -> Non
     assert [event["type"] for event in told] == ["started", "exit"]
     assert (told[1]["exit_code"], socket.protocol.close_code) == (0, 1000)
     assert server.call("GET", f"{box}/execs").json["execs"][0]["tty"] is True
+
+
+def test_a_terminals_command_is_not_in_the_log(server: Running, box: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), dial(server, f"{box}/terminal?command=echo+a-secret") as socket:
+        output, _ = events_of(socket)
+        logging.getLogger("uvicorn.error").info("so that something was heard")
+    assert b"a-secret" in output
+    assert "so that something was heard" in caplog.text
+    assert "a-secret" not in caplog.text
 
 
 def test_typing_and_resizing(server: Running, box: str) -> None:

@@ -66,6 +66,7 @@ class Fleet:
         self.unreadable: dict[str, StoredSandbox] = {}
         self._lock = DataLock(settings.data_dir / "lock")
         self._down: dict[str, str] = {}
+        self._started: set[str] = set()
         self._orphans: dict[str, str] = {}
         self._removing: set[str] = set()
         self._upkeep = asyncio.Semaphore(_AT_ONCE)
@@ -340,6 +341,7 @@ class Fleet:
 
     async def _bring_up(self, name: str) -> None:
         backend = self.backends[name]
+        self._started.add(name)
         await backend.start()
         listed = set(await backend.list_ids())
         del self._down[name]
@@ -423,9 +425,9 @@ class Fleet:
                 group.create_task(worker())
 
     async def _let_go(self) -> None:
-        for name, backend in self.backends.items():
+        for name in sorted(self._started):  # what was never started may be another server's
             try:
-                await backend.close()
+                await self.backends[name].close()
             except SandboxError as error:
                 log.warning("closing backend %s: %s", name, error)
         await self.snapshots.close()

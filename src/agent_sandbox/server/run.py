@@ -119,8 +119,14 @@ def make_server(manager: Manager, settings: Settings, ready: Callable[[], None])
         timeout_notify=1,
         callback_notify=stop_when_idle,
     )
+    logging.getLogger("uvicorn.error").addFilter(_names_no_address)
     server = _Server(config, ready)
     return server
+
+
+def _names_no_address(record: logging.LogRecord) -> bool:
+    """Keep out uvicorn's lines about WebSockets: their address holds a terminal's command."""
+    return "WebSocket" not in str(record.msg)
 
 
 class _Server(uvicorn.Server):
