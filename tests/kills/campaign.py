@@ -96,15 +96,20 @@ class Campaign:
         self._each(pool, lambda worker: worker.load(gun))
         gun.fire()
         gun.put_away()
+        self._stop()
+
+    def _stop(self) -> None:
         self.served.stop(signal.SIGKILL)
         self.kills += 1
+        data = b"AGENT_SANDBOX_DATA_DIR=" + os.fsencode(self.served.data)
+        for text in _until_right(lambda: [f"process {pid} of the server lives on" for pid in _with_variable(data)]):
+            self._find(text)
 
     def _start(self, plan: Plan) -> None:
         if plan.again is not None:
             self.served.spawn()
             time.sleep(plan.again)
-            self.served.stop(signal.SIGKILL)
-            self.kills += 1
+            self._stop()
         self.served.start()
 
     def _each(self, pool: ThreadPoolExecutor, work: Callable[[Worker], None]) -> None:
@@ -191,6 +196,16 @@ class Campaign:
 
         for text in _until_right(left):
             self._find(text)
+
+
+def _with_variable(setting: bytes) -> list[str]:
+    """The processes that have this in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if setting in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(entry.name)
+    return found
 
 
 def _until_right(differences: Callable[[], list[str]]) -> list[str]:

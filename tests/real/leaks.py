@@ -27,7 +27,7 @@ def resources(data_dir: Path) -> dict[str, list[str]]:
         "environments": _names(Path(real) / "runc" / "env"),
         "sockets": [line for line in _lines(Path("/proc/net/unix")) if f" {real}/" in line],
         "mount points": _names(Path("/run/agent-sandbox") / instance / "box"),
-        "id ranges": [path.name for path in _claims() if f"{path.readlink()}/".startswith(real + "/")],
+        "id ranges": [path.name for path in _claims() if f"{_target(path)}/".startswith(real + "/")],
         "runc processes": _runc_processes(instance),
     }
     return {kind: values for kind, values in found.items() if values}
@@ -70,6 +70,13 @@ def _claims() -> list[Path]:
         return [path for path in Path("/var/lib/agent-sandbox-ids").iterdir() if path.is_symlink()]
     except FileNotFoundError:
         return []
+
+
+def _target(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except FileNotFoundError:  # another server's, given back in this moment
+        return ""
 
 
 def _lines(path: Path) -> list[str]:

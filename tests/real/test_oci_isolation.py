@@ -196,6 +196,15 @@ async def test_without_a_free_range_nothing_is_made(tmp_path: Path) -> None:
     await wait_until_clean(tmp_path / "data")
 
 
+def test_no_process_lives_in_a_namespace_that_is_being_made() -> None:
+    """A server that is killed in that moment would leave one with its connections, its port and its lock."""
+    with idmap._ended_child(BASE) as pid:
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert list(Path(f"/proc/{pid}/fd").iterdir()) == []
+        assert Path(f"/proc/{pid}/maps").read_text() == ""
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_the_probe_really_tries(tmp_path: Path) -> None:
     assert idmap.why_not((Path("/usr"), tmp_path)) == ""
     assert idmap.why_not((Path("/usr"), Path("/proc"))).startswith("the file system of /proc cannot")

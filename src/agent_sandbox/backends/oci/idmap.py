@@ -7,11 +7,12 @@ The namespace is made here as well, and runc joins it. The kernel counts what a 
 signals, locked memory, …) against the limits of the user who made it as well: were that root, all sandboxes would share
 those limits after all. So the maker is the range's own first id.
 
-Somebody has to be in a new namespace while its ids are written: a child that shares this process's memory and does
-nothing but wait for its end. It is no fork (a server of some size would pay for its page tables) and no program (10 ms
-against 0.2). The child runs one function of the C library on a stack of its own, with every signal blocked, and never
-comes back to Python. Around its making the calling thread, and only that one, has the range's id; libc's own
-``seteuid`` would change every thread.
+Somebody has to be in a new namespace while its ids are written: a child that has ended and was not waited for yet. Such
+a one still has its namespace and nothing else. One that lived would have the server's connections, port and lock, and
+would keep them if the server were killed in that moment. It is no fork (a server of some size would pay for its page
+tables) and no program (10 ms against 0.2): it shares this process's memory, runs one function of the C library on a
+stack of its own, with every signal blocked, and never comes back to Python. Around its making the calling thread, and
+only that one, has the range's id; libc's own ``seteuid`` would change every thread.
 
 Everything here blocks, for under a millisecond. :class:`OSError` is what is raised.
 """
@@ -44,8 +45,9 @@ _PROBE_BASE = 0x7000_0000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+_DO_NOTHING = ctypes.cast(_libc.abs, ctypes.c_void_p)
 _one_child = threading.Lock()
-"""Children live for a fraction of a millisecond; one at a time keeps their number out of anybody's limit."""
+"""Children are there for a fraction of a millisecond; one at a time keeps their number out of anybody's limit."""
 
 
 class _MountAttributes(ctypes.Structure):
@@ -61,7 +63,7 @@ class _MountAttributes(ctypes.Structure):
 
 def make_namespace(base: int) -> int:
     """Make a user namespace in which the ids 0 to 65,535 are the host's from ``base`` on; return its descriptor."""
-    with _one_child, _waiting_child(base) as pid:
+    with _one_child, _ended_child(base) as pid:
         for name in ("uid_map", "gid_map"):
             Path(f"/proc/{pid}/{name}").write_text(f"0 {base} {SIZE}\n")
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -110,22 +112,20 @@ def _mapped(source: Path, namespace: int) -> int:
 
 
 @contextlib.contextmanager
-def _waiting_child(maker: int) -> Iterator[int]:
-    """The pid of a child in a new user namespace that ``maker`` made; the child ends with the block."""
+def _ended_child(maker: int) -> Iterator[int]:
+    """The pid of a child that has ended in a new user namespace of ``maker``'s; it is reaped with the block."""
     stack = ctypes.create_string_buffer(_STACK_BYTES)
     top = (ctypes.addressof(stack) + _STACK_BYTES) & ~0xF
-    wait = ctypes.cast(_libc.pause, ctypes.c_void_p)
     with _signals_blocked(), _thread_as(maker):
-        pid = _libc.clone(wait, top, _CLONE_VM | _CLONE_NEWUSER | signal.SIGCHLD, None)
+        pid = _libc.clone(_DO_NOTHING, top, _CLONE_VM | _CLONE_NEWUSER | signal.SIGCHLD, None)
         number = ctypes.get_errno()
     if pid < 0:
         raise OSError(number, os.strerror(number))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     try:
         yield pid
     finally:
-        os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+        os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
