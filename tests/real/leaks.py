@@ -22,7 +22,7 @@ def resources(data_dir: Path) -> dict[str, list[str]]:
         "processes": sorted({pid for group in groups for pid in _lines(group / "cgroup.procs") if pid != "0"}),
         "control groups": [str(group) for group in groups if group.name != f"agent-sandbox-{instance}"],
         "mounts": [line.split()[4] for line in _lines(Path("/proc/self/mountinfo")) if any(p in line for p in places)],
-        "loop devices": [str(path) for path in _loops() if _lines(path)[:1] and _lines(path)[0].startswith(real + "/")],
+        "loop devices": [str(path) for path in _loops() if "".join(_lines(path)[:1]).startswith(real + "/")],
         "runtime state": _names(Path("/run/agent-sandbox") / instance / "runc"),
         "environments": _names(Path(real) / "runc" / "env"),
         "sockets": [line for line in _lines(Path("/proc/net/unix")) if f" {real}/" in line],
