@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.serving import Served
-from tests.kills.campaign import SETTINGS, Campaign
+from tests.kills.campaign import Campaign, target
 from tests.kills.worker import OPS
 
 
@@ -26,16 +26,17 @@ def main() -> int:
     seed = secrets.randbelow(1_000_000) if arguments.seed is None else arguments.seed
     ops = {op: OPS[op] for op in arguments.ops.split(",")}
     place = Path(tempfile.mkdtemp(prefix="agent-sandbox-kills-"))
-    served, begun = Served(place / "data", "runc", **SETTINGS), time.monotonic()
-    campaign = Campaign(served, seed, ops=ops, say=lambda text: print(text, flush=True))
-    print(f"seed {seed}; the server's log is {served.log}", flush=True)
-    try:
-        campaign.run(arguments.kills, arguments.seconds)
-    finally:
-        served.stop()
-        for text in campaign.findings:
-            print(text)
-        print(f"{campaign.summary()}; {time.monotonic() - begun:.0f} s", flush=True)
+    begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that it cleans up
+    with target(place) as served:
+        campaign = Campaign(served, seed, ops=ops, say=lambda text: print(text, flush=True))
+        print(f"seed {seed}; the server's log is {served.log}", flush=True)
+        try:
+            campaign.run(arguments.kills, arguments.seconds)
+        finally:
+            for text in campaign.findings:
+                print(text)
+            print(f"{campaign.summary()}; {time.monotonic() - begun:.0f} s", flush=True)
     if not campaign.findings:
         shutil.rmtree(place)
     return 1 if campaign.findings else 0

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from agent_sandbox.errors import SandboxError
 from tests.e2e.serving import KEY, Served
 from tests.kills import aftermath
 from tests.kills.api import Api, Lost, Refused, Stuck
@@ -31,6 +32,23 @@ SETTLE_SECONDS = 30.0
 SETTINGS = {"max_sandboxes": "60", "reap_interval_seconds": "0.5"}
 
 
+@contextlib.contextmanager
+def target(place: Path) -> Iterator[Served]:
+    """A server to be killed, over a directory below ``place``; however a run ends, nothing of it is left."""
+    served = Served(place / "data", "runc", **SETTINGS)
+    try:
+        yield served
+    finally:
+        served.stop(signal.SIGKILL)
+        if resources(served.data):
+            served.start()
+            with served.client() as client:
+                for sandbox in client.list_sandboxes():
+                    with contextlib.suppress(SandboxError):
+                        sandbox.destroy()
+        served.stop()
+
+
 class Campaign:
     """A seed's run over a server that is not started yet. ``meddle`` is called between each kill and the next start."""
 
@@ -42,6 +60,7 @@ class Campaign:
         ops: Mapping[str, float] = OPS,
         say: Callable[[str], None] = print,
         meddle: Callable[[Campaign], None] = lambda campaign: None,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self.served = served
         self.seed = seed
@@ -52,6 +71,7 @@ class Campaign:
         self._rng = random.Random(f"{seed} kills")
         self._say = say
         self._meddle = meddle
+        self._settle_seconds = settle_seconds
 
     def run(self, kills: int, seconds: float = float("inf")) -> None:
         """Kill so often, or until the time is over; then look at everything and remove it."""
@@ -102,7 +122,9 @@ class Campaign:
         self.served.stop(signal.SIGKILL)
         self.kills += 1
         data = b"AGENT_SANDBOX_DATA_DIR=" + os.fsencode(self.served.data)
-        for text in _until_right(lambda: [f"process {pid} of the server lives on" for pid in _with_variable(data)]):
+        for text in self._until_right(
+            lambda: [f"process {pid} of the server lives on" for pid in _with_variable(data)]
+        ):
             self._find(text)
 
     def _start(self, plan: Plan) -> None:
@@ -147,7 +169,7 @@ class Campaign:
         """What the server lists is what the workers know, and the host holds what those need."""
         api = Api(self.served.url, KEY)
         with contextlib.closing(api):
-            for text in _until_right(lambda: list(self._differences(api))):
+            for text in self._until_right(lambda: list(self._differences(api))):
                 self._find(text)
 
     def _differences(self, api: Api) -> Iterator[str]:
@@ -194,8 +216,14 @@ class Campaign:
                 found.append(f"left on the host: /run/agent-sandbox/{instance}")
             return found
 
-        for text in _until_right(left):
+        for text in self._until_right(left):
             self._find(text)
+
+    def _until_right(self, differences: Callable[[], list[str]]) -> list[str]:
+        end = time.monotonic() + self._settle_seconds
+        while (wrong := differences()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return wrong
 
 
 def _with_variable(setting: bytes) -> list[str]:
@@ -206,10 +234,3 @@ def _with_variable(setting: bytes) -> list[str]:
             if setting in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(entry.name)
     return found
-
-
-def _until_right(differences: Callable[[], list[str]]) -> list[str]:
-    end = time.monotonic() + SETTLE_SECONDS
-    while (wrong := differences()) and time.monotonic() < end:
-        time.sleep(0.1)
-    return wrong
