@@ -17,6 +17,8 @@ its id.
 
 Removal runs in tracked tasks, never in the caller's: a caller who goes away does not stop it, :meth:`Fleet.close`
 waits for it, and what fails is tried again on the next sweep.
+
+The file is long because start, sweep and removal share one picture of what lives; parted, each would need the others'.
 """
 
 from __future__ import annotations
