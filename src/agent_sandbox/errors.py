@@ -12,8 +12,13 @@
     ├── PayloadTooLargeError     payload_too_large   above a limit of size
     ├── LimitExceededError       limit_exceeded      a quota or the sandbox's own budget is used up
     ├── UnsupportedError         unsupported         the backend does not have the capability; nothing was done
-    └── BackendError             backend_error       the isolation technology or the guest failed
-        └── ConnectionLostError  backend_error       the wire to a guest broke; what it was doing is unknown
+    ├── BackendError             backend_error       the isolation technology or the guest failed
+    │   └── ConnectionLostError  backend_error       the wire to a guest broke; what it was doing is unknown
+    └── StoreError               store_error         the versioned store could not do its work
+        ├── StoreDamagedError    store_damaged       bytes that it kept are not what was written
+        ├── StoreVersionError    store_version       it was made by a newer version; nothing was touched
+        ├── StoreBusyError       store_busy          another process holds it, for longer than was waited
+        └── StoreFullError       store_full          its disk is full; nothing acknowledged was lost
 
 The first groups say "you asked for the wrong thing"; :class:`BackendError` says "the other side misbehaved".
 HTTP status codes live in ``server/errors.py`` and exit codes in ``cli``: this module knows neither.
@@ -106,3 +111,33 @@ class BackendError(SandboxError):
 
 class ConnectionLostError(BackendError):
     """The wire to the guest broke in the middle of an operation, whose outcome is unknown."""
+
+
+class StoreError(SandboxError):
+    """The versioned store could not do its work; what it had acknowledged is there."""
+
+    code = "store_error"
+
+
+class StoreDamagedError(StoreError):
+    """Bytes that the store kept are not what was written: a damaged pack, index or object."""
+
+    code = "store_damaged"
+
+
+class StoreVersionError(StoreError):
+    """The store was made by a newer version. Raised before anything is written."""
+
+    code = "store_version"
+
+
+class StoreBusyError(StoreError):
+    """Another process holds the store for longer than the caller wanted to wait."""
+
+    code = "store_busy"
+
+
+class StoreFullError(StoreError):
+    """The disk of the store is full, or its quota used up; everything acknowledged is there."""
+
+    code = "store_full"

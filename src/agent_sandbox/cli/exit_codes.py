@@ -45,6 +45,11 @@ BY_CODE: dict[str, int] = {
     "reply_lost": 76,
     "needs_root": 77,
     "local_server": 78,
+    "store_error": 79,
+    "store_damaged": 80,
+    "store_version": 81,
+    "store_busy": 82,
+    "store_full": 83,
 }
 
 _MEANINGS = {

@@ -33,6 +33,9 @@ STATUS: Mapping[type[errors.SandboxError], int] = {
     errors.LimitExceededError: 429,
     errors.UnsupportedError: 501,
     errors.BackendError: 502,
+    errors.StoreError: 500,
+    errors.StoreBusyError: 503,
+    errors.StoreFullError: 507,
     errors.SandboxError: 502,
 }
 
