@@ -23,6 +23,11 @@ CODES = {
     "limit_exceeded": 429,
     "unsupported": 501,
     "backend_error": 502,
+    "store_error": 500,
+    "store_damaged": 500,
+    "store_version": 500,
+    "store_busy": 503,
+    "store_full": 507,
 }
 
 
@@ -37,7 +42,7 @@ def tree(root: type[errors.SandboxError]) -> list[type[errors.SandboxError]]:
 
 def test_every_class_has_the_status_of_its_code() -> None:
     classes = tree(errors.SandboxError)
-    assert len(classes) == 12
+    assert len(classes) == 17
     for cls in classes:
         error = cls("what", "fake") if cls is errors.UnsupportedError else cls("what")
         assert table.status_of(error) == CODES[cls.code], cls
@@ -46,6 +51,11 @@ def test_every_class_has_the_status_of_its_code() -> None:
 
 def test_every_row_of_the_table_is_a_class_of_the_tree() -> None:
     assert set(table.STATUS) <= set(tree(errors.SandboxError))
+
+
+def test_every_status_of_the_table_has_a_meaning_for_the_document() -> None:
+    for status in table.STATUS.values():
+        assert table.documented(status)[status]["description"]
 
 
 def body(response: Any) -> Any:

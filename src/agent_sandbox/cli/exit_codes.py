@@ -58,6 +58,11 @@ _MEANINGS = {
     "reply_lost": "the connection broke, whether it was done is unknown",
     "needs_root": "root is needed",
     "local_server": "the local server cannot be started or stopped",
+    "store_error": "the versioned store could not do its work",
+    "store_damaged": "bytes that the store kept are not what was written",
+    "store_version": "the store was made by a newer version, nothing was touched",
+    "store_busy": "another process holds the store",
+    "store_full": "the disk of the store is full",
 }
 _OTHERS = {
     OK: "done",

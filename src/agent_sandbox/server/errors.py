@@ -61,10 +61,11 @@ _MEANINGS = {
     416: "The range begins behind the end of the file (`invalid_request`); `Content-Range` tells its size.",
     422: "A field is unknown, missing, of a wrong type or out of range (`validation_error`).",
     429: "A quota, or the sandbox's own budget, is used up (`limit_exceeded`).",
-    500: "A fault of the server (`internal_error`).",
+    500: "A fault of the server (`internal_error`) or of its store (`store_error`, `store_damaged`, `store_version`).",
     501: "The backend does not have the capability (`unsupported`).",
     502: "The isolation technology or the guest failed (`backend_error`).",
-    503: "No backend answers (`backend_error`).",
+    503: "No backend answers (`backend_error`), or another process holds the store (`store_busy`).",
+    507: "The disk of the store is full (`store_full`).",
 }
 
 MAX_PROBLEMS = 20
