@@ -14,8 +14,9 @@ STEP := scripts/step
 SUDO_KEEPS := PATH,CARGO_HOME,RUSTUP_HOME,CI
 SUDO := $(if $(filter-out 0,$(shell id -u)),sudo --preserve-env=$(SUDO_KEEPS))
 
-RUST_SOURCES := $(wildcard Cargo.toml Cargo.lock) $(shell find crates -name '*.rs' -o -name Cargo.toml)
-ENGINE_SOURCES := $(shell find crates/engine -name '*.py' -o -name pyproject.toml)
+SANDBOXD_SOURCES := Cargo.toml Cargo.lock $(shell find crates/sandboxd -name '*.rs' -o -name Cargo.toml)
+ENGINE_SOURCES := Cargo.toml Cargo.lock \
+    $(shell find crates/engine -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml')
 
 ##@ Use
 .PHONY: quickstart
@@ -23,7 +24,7 @@ quickstart: setup ## Set everything up and run the main job end to end
 	@$(SUDO) $(BIN)/agent-sandbox quickstart
 
 .PHONY: setup
-setup: $(STAMPS)/python ## Install what is missing: system packages, virtual environment, daemon
+setup: $(STAMPS)/python ## Install what is missing: system packages, virtual environment, daemon, engine
 	@:
 
 $(STAMPS)/system: scripts/setup-system scripts/find-python Cargo.toml
@@ -35,13 +36,19 @@ $(STAMPS)/venv: | $(STAMPS)/system
 	    bash -c 'test -x $(BIN)/python || "$$(scripts/find-python)" -m venv $(VENV)'
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/sandboxd: scripts/build-sandboxd $(RUST_SOURCES) $(STAMPS)/system
+$(STAMPS)/sandboxd: scripts/build-sandboxd $(SANDBOXD_SOURCES) $(STAMPS)/system
 	@$(STEP) "Daemon (Rust, a minute or two the first time)" "If it is the network, run make again." scripts/build-sandboxd
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/engine: $(ENGINE_SOURCES) $(STAMPS)/sandboxd | $(STAMPS)/venv
-	@$(STEP) "Daemon's package" "If it is the network, run make again." \
-	    $(BIN)/python -m pip install --disable-pip-version-check --force-reinstall --no-deps ./crates/engine
+$(STAMPS)/maturin: constraints.txt | $(STAMPS)/venv
+	@$(STEP) "maturin" "If it is the network, run make again." \
+	    $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt maturin
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/engine: $(ENGINE_SOURCES) $(STAMPS)/sandboxd $(STAMPS)/maturin
+	@$(STEP) "Engine (Rust, a minute or two the first time)" "If it is the network, run make again." \
+	    env "PATH=$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --disable-pip-version-check \
+	    --force-reinstall --no-deps --no-build-isolation ./crates/engine
 	@mkdir -p $(@D) && touch $@
 
 $(STAMPS)/python: pyproject.toml constraints.txt $(STAMPS)/engine
@@ -91,11 +98,11 @@ test-kills: setup ## Kill the server KILLS (100) times under load and look what 
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
 	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check src tests scripts crates spec
-	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts/generate.py crates/engine/src
+	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts/generate.py crates/engine/python
 	@$(STEP) "import order" "See [tool.importlinter] in pyproject.toml." $(BIN)/lint-imports
 	@$(STEP) "cargo fmt" "Run: make format" cargo fmt --all --check
 	@$(STEP) "cargo clippy" "See the lints above." \
-	    cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	    cargo clippy --locked --workspace --all-targets --all-features --quiet -- -D warnings
 	@$(STEP) "generated files" "Run: make docs" $(BIN)/python scripts/generate.py --check
 
 .PHONY: format

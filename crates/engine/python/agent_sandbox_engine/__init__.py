@@ -1,8 +1,7 @@
-"""The compiled parts of agent-sandbox: where the static ``sandboxd`` executable is."""
+"""The compiled parts of agent-sandbox: the engine of its store, and where the static ``sandboxd`` executable is."""
 
 from pathlib import Path
 
-__version__ = "0.1.0"
 __all__ = ["sandboxd_path"]
 
 

@@ -1,0 +1,1 @@
+"""The extension module. `agent_sandbox.store.native` is its only caller."""
