@@ -162,7 +162,8 @@ impl Encoder {
             id: *id,
             base: None,
         };
-        let fit = |base: &Base<'_>| base.depth < MAX_PATCH_DEPTH && base.id != id && !base.canonical.is_empty();
+        let fit =
+            |base: &Base<'_>| base.depth < MAX_PATCH_DEPTH && base.id != id && !base.canonical.is_empty();
         if let Some(base) = base.filter(fit) {
             self.compress(canonical, PATCH_LEVEL, Some(base.canonical))?;
             if self.patch.len() + ID_BYTES < header.length {
@@ -234,9 +235,8 @@ impl Decoder {
         payload: &'a [u8],
         base: Option<&[u8]>,
     ) -> Result<&'a [u8]> {
-        let damaged = || {
-            Error::Damaged(format!("a damaged pack: object {} is not what was written", hex(&header.id)))
-        };
+        let damaged =
+            || Error::Damaged(format!("a damaged pack: object {} is not what was written", hex(&header.id)));
         if payload.len() != header.length {
             return Err(damaged());
         }
@@ -277,3 +277,6 @@ impl Decoder {
         done.is_ok().then_some(&self.out)
     }
 }
+
+#[cfg(test)]
+mod tests;
