@@ -262,6 +262,14 @@ def _read_entry(reader: Reader, *, root: bool = False) -> Entry:
     return Entry(name, kind, mode, mtime_ns, owner, attrs, link, size, content, paged, target)
 
 
+def decode_root(data: bytes) -> Entry:
+    """Return the root of a state from an entry by itself, as :func:`encode_entry` writes it and a commit holds it."""
+    reader = Reader(data, "root")
+    root = _read_entry(reader, root=True)
+    reader.finish()
+    return root
+
+
 def _level(reader: Reader) -> int:
     level = reader.u8()
     if level > MAX_LEVEL:
