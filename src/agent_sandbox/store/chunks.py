@@ -8,7 +8,7 @@ The engine does the same in Rust with the crate ``fastcdc``; ``spec/vectors/stor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from blake3 import blake3
@@ -100,7 +100,7 @@ def _pages(
         yield page, encoded
 
 
-def put_pages(extents: Sequence[Extent], put: Put) -> bytes:
+def put_pages(extents: Iterable[Extent], put: Put) -> bytes:
     """Keep the list of chunks of one file, from its extents in order (at least one), and return its root's id."""
     unlimited = 1 << 62
     children = [
@@ -117,14 +117,14 @@ def put_pages(extents: Sequence[Extent], put: Put) -> bytes:
     return children[0].id
 
 
-def put_tree(entries: Sequence[Entry], put: Put) -> bytes:
+def put_tree(entries: Iterable[Entry], put: Put) -> bytes:
     """Keep one directory, from its entries sorted by name, and return its root's id."""
-    if not entries:
-        return put(Kind.TREE, encode_tree(0, ()))
     children = [
         Child(len(page), put(Kind.TREE, encode_tree(0, encoded)), page[-1].name)
         for page, encoded in _pages(entries, encode_entry, lambda e: blake3(e.name).digest()[-1], MAX_TREE_PAGE)
     ]
+    if not children:
+        return put(Kind.TREE, encode_tree(0, ()))
     level = 0
     while len(children) > 1:
         level += 1
