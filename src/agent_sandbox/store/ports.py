@@ -64,6 +64,10 @@ class Writer(Protocol):
     ``locate``/``read`` only after :meth:`flush` or :meth:`seal`; :meth:`has` knows of it at once.
     """
 
+    @property
+    def written(self) -> int:
+        """Bytes of records that this writer appended so far."""
+
     def has(self, ids: Sequence[bytes]) -> list[bool]:
         """Return for each id whether the store, or this writer, already holds it."""
 

@@ -30,6 +30,10 @@ class MemoryObjects:
         if self._packs is not None:
             (self._packs / f"{1:010d}.pack").write_bytes(self._pack)
 
+    @property
+    def written(self) -> int:
+        return len(self._pack) - records.PACK_HEADER.size
+
     def locate(self, ids: Sequence[bytes]) -> list[Location | None]:
         return [self._at.get(id) for id in ids]
 
