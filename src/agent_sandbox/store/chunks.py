@@ -1,8 +1,7 @@
 """Where content is cut: files into chunks by FastCDC, lists of chunks and directories into pages.
 
-``spec/store.md`` ("File content", "Directories") is the source. Pure: bytes and entries in, cuts and canonical
-bytes out.
-The engine does the same in Rust with the crate ``fastcdc``; ``spec/vectors/store/chunks.json`` holds both to it.
+``spec/store.md`` ("File content", "Directories") is the source. Pure: bytes and entries in, cuts and canonical bytes
+out. The engine does the same in Rust with the crate ``fastcdc``; ``spec/vectors/store/chunks.json`` holds both to it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from agent_sandbox.store.objects import (
     CUT_MASK,
     MAX_CHUNK,
     MAX_ENTRIES,
+    MAX_SIZE,
     MAX_TREE_PAGE,
     MIN_ENTRIES,
     Child,
@@ -77,6 +77,27 @@ def cuts(data: bytes | memoryview) -> Iterator[tuple[int, int]]:
         at = end
 
 
+def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
+    last = b""
+    for entry in entries:
+        if entry.name <= last:
+            raise ValueError(f"names out of order: {entry.name!r} after {last!r}")
+        last = entry.name
+        yield entry
+
+
+def _in_one(extents: Iterable[Extent]) -> Iterator[Extent]:
+    size, hole = 0, False
+    for extent in extents:
+        size += extent.length
+        if size > MAX_SIZE or (hole and extent.id is None):
+            raise ValueError("two holes in a row, or more bytes than a file can have")
+        hole = extent.id is None
+        yield extent
+    if not size:
+        raise ValueError("a list of chunks without any")
+
+
 def _pages(
     entries: Iterable[T], encode: Callable[[T], bytes], mark: Callable[[T], int | None], most_bytes: int
 ) -> Iterator[tuple[list[T], list[bytes]]]:
@@ -100,12 +121,19 @@ def _pages(
         yield page, encoded
 
 
+def _name_mark(entry: Entry) -> int:
+    return blake3(entry.name).digest()[-1]
+
+
 def put_pages(extents: Iterable[Extent], put: Put) -> bytes:
-    """Keep the list of chunks of one file, from its extents in order (at least one), and return its root's id."""
+    """Keep the list of chunks of one file, from its extents in order (at least one), and return its root's id.
+
+    Raises :class:`ValueError` for a list that no file has.
+    """
     unlimited = 1 << 62
     children = [
         Child(sum(extent.length for extent in page), put(Kind.PAGE, encode_page(0, encoded)))
-        for page, encoded in _pages(extents, encode_extent, lambda e: e.id[-1] if e.id else None, unlimited)
+        for page, encoded in _pages(_in_one(extents), encode_extent, lambda e: e.id[-1] if e.id else None, unlimited)
     ]
     level = 0
     while len(children) > 1:
@@ -118,10 +146,13 @@ def put_pages(extents: Iterable[Extent], put: Put) -> bytes:
 
 
 def put_tree(entries: Iterable[Entry], put: Put) -> bytes:
-    """Keep one directory, from its entries sorted by name, and return its root's id."""
+    """Keep one directory, from its entries sorted by name, and return its root's id.
+
+    Raises :class:`ValueError` for entries that are out of order or that no directory can have.
+    """
     children = [
         Child(len(page), put(Kind.TREE, encode_tree(0, encoded)), page[-1].name)
-        for page, encoded in _pages(entries, encode_entry, lambda e: blake3(e.name).digest()[-1], MAX_TREE_PAGE)
+        for page, encoded in _pages(_in_order(entries), encode_entry, _name_mark, MAX_TREE_PAGE)
     ]
     if not children:
         return put(Kind.TREE, encode_tree(0, ()))

@@ -1,7 +1,7 @@
 """Numbers and byte strings of the stored format: one writer, and a reader that refuses what the writer would not write.
 
-``spec/store.md`` ("Numbers") is the source. The reader never trusts a length: every read is checked against
-what is left.
+``spec/store.md`` ("Numbers") is the source. The reader never trusts a length: every read is checked against what is
+left.
 """
 
 from __future__ import annotations

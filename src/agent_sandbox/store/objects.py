@@ -1,19 +1,20 @@
 """The objects of the store: what their canonical bytes are, and their ids.
 
 ``spec/store.md`` ("Objects") is the source, ``spec/vectors/store/objects.json`` the golden bytes. Nothing here
-does I/O.
+does I/O. One file above the usual length, since encoder and decoder of a shape are changed together.
 
 When changing this: it is the stored format. Read "How do I change the stored format" in CONTRIBUTING.md first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from blake3 import blake3
 
+from agent_sandbox.errors import StoreDamagedError
 from agent_sandbox.store.encoding import Reader, block, svarint, uvarint
 
 ID_BYTES = 32
@@ -31,6 +32,8 @@ MAX_MESSAGE = 65_536
 MAX_VALUE = 65_536
 MAX_MODE = 0o7777
 MAX_OWNER = (1 << 32) - 2
+SYMLINK_MODE = 0o777
+"""The mode of every symlink: Linux has no other, so what an archive says of it could not be laid out."""
 
 MIN_ENTRIES = 32
 MAX_ENTRIES = 256
@@ -142,7 +145,30 @@ class Commit:
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """Return the bytes of one entry of a tree of level 0."""
+    """Return the bytes of one entry of a tree of level 0; raises :class:`ValueError` for what no entry can hold."""
+    encoded = _entry(entry)
+    _prove(encoded, _decode_entry, entry)
+    return encoded
+
+
+def encode_root(entry: Entry) -> bytes:
+    """Return the bytes of the root of a state, as a commit holds it; raises :class:`ValueError` as above."""
+    encoded = _entry(entry)
+    _prove(encoded, decode_root, entry)
+    return encoded
+
+
+def _prove(encoded: bytes, decode: Callable[[bytes], object], meant: object) -> None:
+    """Read back what is about to be kept: whatever a decoder would refuse, or take for something else, ends here."""
+    try:
+        found = decode(encoded)
+    except StoreDamagedError as error:
+        raise ValueError(f"cannot be stored: {error.message.partition(': ')[2]}") from None
+    if found != meant:
+        raise ValueError("cannot be stored: fields that do not fit each other")
+
+
+def _entry(entry: Entry) -> bytes:
     flags = entry.type | (entry.attrs is not None) << 3 | (entry.link is not None) << 4 | (entry.owner is not None) << 5
     seconds, nanoseconds = divmod(entry.mtime_ns, 1_000_000_000)
     out = bytearray((flags,))
@@ -163,8 +189,7 @@ def encode_entry(entry: Entry) -> bytes:
                 out.append(2 if entry.paged else 1)
                 out += entry.content
         case Type.DIRECTORY:
-            assert entry.content is not None, "a directory has a tree"
-            out += entry.content
+            out += entry.content or b""
         case Type.SYMLINK:
             out += block(entry.target)
         case Type.FIFO:
@@ -183,7 +208,9 @@ def encode_tree_child(child: Child) -> bytes:
 
 
 def encode_extent(extent: Extent) -> bytes:
-    """Return the bytes of one entry of a page of level 0."""
+    """Return the bytes of one entry of a page of level 0; raises :class:`ValueError` for a length it cannot have."""
+    if not 1 <= extent.length <= (MAX_SIZE if extent.id is None else MAX_CHUNK):
+        raise ValueError(f"an extent of {extent.length} bytes")
     return uvarint(extent.length << 1 | (extent.id is None)) + (extent.id or b"")
 
 
@@ -198,16 +225,19 @@ def encode_page(level: int, entries: Iterable[bytes]) -> bytes:
 
 
 def encode_attrs(attributes: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the canonical bytes of extended attributes, sorted here by name."""
-    return b"".join(block(name) + block(value) for name, value in sorted(attributes))
+    """Return the canonical bytes of extended attributes, sorted here; raises :class:`ValueError` where they are more
+    than an object may hold."""
+    encoded = b"".join(block(name) + block(value) for name, value in sorted(attributes))
+    _prove(encoded, decode_attrs, sorted(attributes))
+    return encoded
 
 
 def encode_commit(commit: Commit) -> bytes:
-    """Return the canonical bytes of a commit."""
+    """Return the canonical bytes of a commit; raises :class:`ValueError` for what no commit can hold."""
     seconds, nanoseconds = divmod(commit.time_ns, 1_000_000_000)
-    return b"".join((
+    encoded = b"".join((
         b"\x01",
-        encode_entry(commit.root),
+        _entry(commit.root),
         bytes((len(commit.parents),)),
         *commit.parents,
         b"\x00" if commit.base is None else b"\x01" + commit.base,
@@ -216,9 +246,15 @@ def encode_commit(commit: Commit) -> bytes:
         block(commit.author.encode()),
         block(commit.message.encode()),
     ))  # fmt: skip
+    _prove(encoded, decode_commit, commit)
+    return encoded
 
 
 # ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+def _usable(name: bytes) -> bool:
+    return b"/" not in name and b"\0" not in name and name not in (b".", b"..")
 
 
 def _read_entry(reader: Reader, *, root: bool = False) -> Entry:
@@ -230,7 +266,7 @@ def _read_entry(reader: Reader, *, root: bool = False) -> Entry:
     if flags & 0xC0:
         raise reader.damaged("a reserved bit is set")
     name = reader.block(0, 0) if root else reader.block(1, MAX_NAME)
-    if b"/" in name or b"\0" in name or name in (b".", b".."):
+    if not _usable(name):
         raise reader.damaged("a name that no file can have")
     mode = reader.uvarint(MAX_MODE)
     seconds = reader.svarint()
@@ -253,21 +289,34 @@ def _read_entry(reader: Reader, *, root: bool = False) -> Entry:
                 raise reader.damaged("a linked directory")
         case Type.SYMLINK:
             target = reader.block(1, MAX_TARGET)
-            if b"\0" in target:
-                raise reader.damaged("a target that no symlink can have")
+            if b"\0" in target or mode != SYMLINK_MODE:
+                raise reader.damaged("a target or mode that no symlink can have")
         case Type.FIFO:
             pass
-    if root and (kind is not Type.DIRECTORY):
+    if attrs is not None and kind not in (Type.FILE, Type.DIRECTORY):
+        raise reader.damaged("attributes of neither file nor directory")
+    if root and kind is not Type.DIRECTORY:
         raise reader.damaged("a root that is no directory")
     return Entry(name, kind, mode, mtime_ns, owner, attrs, link, size, content, paged, target)
 
 
-def decode_root(data: bytes) -> Entry:
-    """Return the root of a state from an entry by itself, as :func:`encode_entry` writes it and a commit holds it."""
-    reader = Reader(data, "root")
-    root = _read_entry(reader, root=True)
+def decode_root(encoded: bytes) -> Entry:
+    """Return the root of a state from its bytes by :func:`encode_root`."""
+    return _decode_entry(encoded, root=True)
+
+
+def _decode_entry(encoded: bytes, *, root: bool = False) -> Entry:
+    reader = Reader(encoded, "root" if root else "entry")
+    entry = _read_entry(reader, root=root)
     reader.finish()
-    return root
+    return entry
+
+
+def _open(kind: Kind, canonical: bytes, what: str) -> Reader:
+    reader = Reader(canonical, what)
+    if len(canonical) > MAX_CANONICAL[kind]:
+        raise reader.damaged(f"it is longer than {MAX_CANONICAL[kind]} bytes")
+    return reader
 
 
 def _level(reader: Reader) -> int:
@@ -279,7 +328,7 @@ def _level(reader: Reader) -> int:
 
 def decode_tree(canonical: bytes) -> tuple[int, list[Entry] | list[Child]]:
     """Return the level of a tree page and its entries (level 0) or children."""
-    reader = Reader(canonical, "directory")
+    reader = _open(Kind.TREE, canonical, "directory")
     level = _level(reader)
     if level == 0:
         entries: list[Entry] = []
@@ -292,8 +341,10 @@ def decode_tree(canonical: bytes) -> tuple[int, list[Entry] | list[Child]]:
         return 0, entries
     children: list[Child] = []
     while reader.left:
-        weight = reader.uvarint()
+        weight = reader.uvarint(MAX_SIZE)
         last = reader.block(1, MAX_NAME)
+        if weight == 0 or not _usable(last):
+            raise reader.damaged("an empty part, or a name that no file can have")
         if children and children[-1].last >= last:
             raise reader.damaged("names out of order")
         children.append(Child(weight, reader.take(ID_BYTES), last))
@@ -303,7 +354,7 @@ def decode_tree(canonical: bytes) -> tuple[int, list[Entry] | list[Child]]:
 
 def decode_page(canonical: bytes) -> tuple[int, list[Extent] | list[Child]]:
     """Return the level of a page and its extents (level 0) or children."""
-    reader = Reader(canonical, "list of chunks")
+    reader = _open(Kind.PAGE, canonical, "list of chunks")
     level = _level(reader)
     if level == 0:
         extents: list[Extent] = []
@@ -334,10 +385,10 @@ def _count(reader: Reader, count: int, least: int) -> None:
 
 def decode_attrs(canonical: bytes) -> list[tuple[bytes, bytes]]:
     """Return the extended attributes, sorted by name."""
-    reader = Reader(canonical, "set of attributes")
+    reader = _open(Kind.ATTRS, canonical, "set of attributes")
     attributes: list[tuple[bytes, bytes]] = []
     while reader.left:
-        name = reader.block(1, MAX_NAME)
+        name = reader.block(len(b"user.") + 1, MAX_NAME)
         if not name.startswith(b"user.") or b"\0" in name or (attributes and attributes[-1][0] >= name):
             raise reader.damaged("a name that is not allowed there")
         attributes.append((name, reader.block(0, MAX_VALUE)))
@@ -348,7 +399,7 @@ def decode_attrs(canonical: bytes) -> list[tuple[bytes, bytes]]:
 
 def decode_commit(canonical: bytes) -> Commit:
     """Return the commit."""
-    reader = Reader(canonical, "commit")
+    reader = _open(Kind.COMMIT, canonical, "commit")
     if reader.u8() != 1:
         raise reader.damaged("an unknown version")
     root = _read_entry(reader, root=True)
@@ -356,6 +407,8 @@ def decode_commit(canonical: bytes) -> Commit:
     if count > MAX_PARENTS:
         raise reader.damaged("too many parents")
     parents = tuple(reader.take(ID_BYTES) for _ in range(count))
+    if len(set(parents)) != count:
+        raise reader.damaged("a parent twice")
     has_base = reader.u8()
     if has_base > 1:
         raise reader.damaged("an unknown mark")

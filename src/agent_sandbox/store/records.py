@@ -1,8 +1,8 @@
 """Records: how an object lies in a pack. Header, form, payload; nothing here does I/O.
 
 ``spec/store.md`` ("Packs") is the source. :func:`encode` chooses the form, :func:`decode_header` and
-:func:`decode_payload`
-read every form that any writer chose, bounded by what the kind allows before anything is allocated.
+:func:`decode_payload` read every form that any writer chose, bounded by what the kind allows before anything is
+allocated.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def encode(kind: Kind, id: bytes, canonical: bytes, base: tuple[bytes, bytes, in
     """Return a whole record and the depth of its patch (0: none).
 
     ``base`` is id, canonical bytes and depth of an object of the same kind that this one probably resembles.
-    The smallest of
-    the forms is taken.
+    The smallest of the forms is taken. Raises :class:`ValueError` for a length that no object of the kind has.
     """
+    if not 1 <= len(canonical) <= MAX_CANONICAL[kind]:
+        raise ValueError(f"a {kind.name.lower()} of {len(canonical)} bytes")
     payload = zstandard.ZstdCompressor(level=LEVEL).compress(canonical)
     form, depth = (Form.ZSTD, 0) if len(payload) < len(canonical) else (Form.RAW, 0)
     if form is Form.RAW:
@@ -81,8 +82,7 @@ def encode(kind: Kind, id: bytes, canonical: bytes, base: tuple[bytes, bytes, in
 
 
 def decode_header(data: bytes) -> Header:
-    """Return the header at the front of ``data`` (give 80 bytes, or what is left); raises
-    :class:`StoreDamagedError`."""
+    """Return the header at the front of ``data``: give it 80 bytes, or what is left of the pack."""
     if len(data) < MIN_HEADER:
         raise StoreDamagedError("a damaged pack: it ends inside a record")
     mark, kind, form, depth, canonical, length, id = _HEAD.unpack_from(data)
@@ -96,8 +96,10 @@ def decode_header(data: bytes) -> Header:
         kind, form = Kind(kind), Form(form)
     except ValueError:
         raise StoreDamagedError("a damaged pack: a record of an unknown kind or form") from None
-    if canonical > MAX_CANONICAL[kind] or length > canonical + SLACK:
-        raise StoreDamagedError("a damaged pack: a record longer than its kind allows")
+    if not 1 <= canonical <= MAX_CANONICAL[kind] or length > canonical + SLACK:
+        raise StoreDamagedError("a damaged pack: a record of a length that its kind does not allow")
+    if form is Form.RAW and length != canonical:
+        raise StoreDamagedError("a damaged pack: a record of a length that its form does not allow")
     if (form is Form.PATCH) != (1 <= depth <= MAX_DEPTH) or (form is not Form.PATCH and depth):
         raise StoreDamagedError("a damaged pack: a patch of a wrong depth")
     base = data[_HEAD.size : _HEAD.size + ID_BYTES] if form is Form.PATCH else None
@@ -122,7 +124,7 @@ def decode_payload(header: Header, payload: bytes, base: bytes | None = None) ->
                     raise damaged
                 prefix = zstandard.ZstdCompressionDict(base, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
             decompressor = zstandard.ZstdDecompressor(dict_data=prefix) if prefix else zstandard.ZstdDecompressor()
-            canonical = decompressor.decompress(payload, max_output_size=header.canonical or 1, allow_extra_data=False)
+            canonical = decompressor.decompress(payload, max_output_size=header.canonical, allow_extra_data=False)
         except zstandard.ZstdError:
             raise damaged from None
     if len(canonical) != header.canonical or identity(header.kind, canonical) != header.id:

@@ -1,13 +1,15 @@
-"""Reading states: directories entry by entry, files extent by extent, without loading more than one page of each level.
+"""Reading states: directories entry by entry, files extent by extent, holding no more than one page of each level.
 
-Pages come from the store and are verified, but a verified page may still be one that no writer would make (a
-store can be
-handed around): sums and order are checked across pages, and depth is bounded.
+Pages come from the store and are verified, but a verified page may still be one that no writer would make (a store can
+be handed around). So whoever opens a child page checks it against what its parent says of it: level, number of names
+and last name, or number of bytes; and against what came before it. What one page shows by itself ``objects.py``
+refuses; ``spec/store.md`` ("Who refuses what") has the whole table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from agent_sandbox.errors import NotFoundError, StoreDamagedError
 from agent_sandbox.store.objects import (
@@ -24,7 +26,7 @@ from agent_sandbox.store.objects import (
 from agent_sandbox.store.ports import Objects
 
 MAX_DEPTH = 1_000
-"""Directories inside each other; a deeper tree is refused when it is captured."""
+"""Names in the path of a directory; a deeper tree is refused when it is captured."""
 
 
 def commit(objects: Objects, id: bytes) -> Commit:
@@ -32,24 +34,50 @@ def commit(objects: Objects, id: bytes) -> Commit:
     return decode_commit(objects.read(id, Kind.COMMIT))
 
 
+# ---- directories ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Above:
+    """What is known of a page before it is read: its parent's entry, its level, and the last name before it."""
+
+    child: Child
+    level: int
+    after: bytes
+
+
+def _open_tree(objects: Objects, id: bytes, above: _Above | None) -> tuple[int, list[Entry] | list[Child]]:
+    level, items = decode_tree(objects.read(id, Kind.TREE))
+    if above is None:
+        return level, items
+    last, weight, first = b"", 0, above.after
+    for item in items:
+        if isinstance(item, Child):
+            last, weight = item.last, weight + item.weight
+        else:
+            last, weight, first = item.name, weight + 1, first if weight else item.name
+    if level != above.level:
+        raise StoreDamagedError("a damaged directory: a page of a wrong level")
+    if last != above.child.last or weight != above.child.weight:
+        raise StoreDamagedError("a damaged directory: a page that is not what the one above it says")
+    if level == 0 and first <= above.after:
+        raise StoreDamagedError("a damaged directory: names out of order across its pages")
+    return level, items
+
+
 def entries(objects: Objects, directory: Entry) -> Iterator[Entry]:
     """Yield the entries of a directory, sorted by name."""
     assert directory.content is not None, "not a directory"
-    last = b""
-    for entry in _tree(objects, directory.content, None):
-        if entry.name <= last:
-            raise StoreDamagedError("a damaged directory: names out of order across its pages")
-        last = entry.name
-        yield entry
+    return _tree(objects, directory.content, None)
 
 
-def _tree(objects: Objects, id: bytes, level: int | None) -> Iterator[Entry]:
-    found, items = decode_tree(objects.read(id, Kind.TREE))
-    if level is not None and found != level:
-        raise StoreDamagedError("a damaged directory: a page of a wrong level")
+def _tree(objects: Objects, id: bytes, above: _Above | None) -> Iterator[Entry]:
+    level, items = _open_tree(objects, id, above)
+    after = above.after if above is not None else b""
     for item in items:
         if isinstance(item, Child):
-            yield from _tree(objects, item.id, found - 1)
+            yield from _tree(objects, item.id, _Above(item, level - 1, after))
+            after = item.last
         else:
             yield item
 
@@ -57,27 +85,28 @@ def _tree(objects: Objects, id: bytes, level: int | None) -> Iterator[Entry]:
 def lookup(objects: Objects, directory: Entry, name: bytes) -> Entry | None:
     """Return the entry called ``name``, or None; reads one page of each level."""
     assert directory.content is not None, "not a directory"
-    id, level = directory.content, None
-    while True:
-        found, items = decode_tree(objects.read(id, Kind.TREE))
-        if level is not None and found != level:
-            raise StoreDamagedError("a damaged directory: a page of a wrong level")
-        below = None
+    id: bytes | None = directory.content
+    above: _Above | None = None
+    while id is not None:
+        level, items = _open_tree(objects, id, above)
+        after = above.after if above is not None else b""
+        id = None
         for item in items:
             if isinstance(item, Child):
                 if name <= item.last:
-                    below = item
+                    id, above = item.id, _Above(item, level - 1, after)
                     break
+                after = item.last
             elif item.name == name:
                 return item
-        if below is None:
-            return None
-        id, level = below.id, found - 1
+    return None
 
 
 def resolve(objects: Objects, root: Entry, path: bytes) -> Entry:
-    """Return the entry at ``path`` (relative, ``/`` between names; empty is the root); raises
-    :class:`NotFoundError`."""
+    """Return the entry at ``path``, relative with ``/`` between names; empty is the root.
+
+    Raises :class:`NotFoundError`, also where a name before the last is no directory.
+    """
     entry: Entry | None = root
     for name in path.split(b"/") if path else ():
         entry = lookup(objects, entry, name) if entry is not None and entry.type is Type.DIRECTORY else None
@@ -87,6 +116,29 @@ def resolve(objects: Objects, root: Entry, path: bytes) -> Entry:
     return entry
 
 
+def walk(objects: Objects, root: Entry) -> Iterator[tuple[bytes, Entry]]:
+    """Yield every path below ``root`` with its entry, a directory before what is in it, siblings sorted by name.
+
+    That is not the order of the paths as bytes: ``a/b`` comes before ``a.b``.
+    """
+    stack: list[tuple[bytes, Iterator[Entry]]] = [(b"", entries(objects, root))]
+    while stack:
+        prefix, rest = stack[-1]
+        entry = next(rest, None)
+        if entry is None:
+            stack.pop()
+            continue
+        path = prefix + entry.name
+        yield path, entry
+        if entry.type is Type.DIRECTORY:
+            if len(stack) > MAX_DEPTH:
+                raise StoreDamagedError("a damaged directory: too deep")
+            stack.append((path + b"/", entries(objects, entry)))
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
 def extents(objects: Objects, file: Entry) -> Iterator[Extent]:
     """Yield the extents of a file in order; their lengths add up to its size. A small file is one extent."""
     if file.content is None:
@@ -94,25 +146,25 @@ def extents(objects: Objects, file: Entry) -> Iterator[Extent]:
     if not file.paged:
         yield Extent(file.size, file.content)
         return
-    yield from _page(objects, file.content, None, file.size)
+    hole = False
+    for extent in _page(objects, file.content, None, file.size):
+        if hole and extent.id is None:
+            raise StoreDamagedError("a damaged list of chunks: two holes in a row")
+        hole = extent.id is None
+        yield extent
 
 
 def _page(objects: Objects, id: bytes, level: int | None, size: int) -> Iterator[Extent]:
     found, items = decode_page(objects.read(id, Kind.PAGE))
-    total = 0
     if level is not None and found != level:
         raise StoreDamagedError("a damaged list of chunks: a page of a wrong level")
+    if sum(item.weight if isinstance(item, Child) else item.length for item in items) != size:
+        raise StoreDamagedError("a damaged list of chunks: its lengths do not add up to the size")
     for item in items:
         if isinstance(item, Child):
-            total += item.weight
-            if total <= size:
-                yield from _page(objects, item.id, found - 1, item.weight)
+            yield from _page(objects, item.id, found - 1, item.weight)
         else:
-            total += item.length
-            if total <= size:
-                yield item
-    if total != size:
-        raise StoreDamagedError("a damaged list of chunks: its lengths do not add up to the size")
+            yield item
 
 
 def data(objects: Objects, file: Entry) -> Iterator[bytes]:
@@ -129,20 +181,3 @@ def data(objects: Objects, file: Entry) -> Iterator[bytes]:
             piece = min(left, 1 << 20)
             yield bytes(piece)
             left -= piece
-
-
-def walk(objects: Objects, root: Entry) -> Iterator[tuple[bytes, Entry]]:
-    """Yield every path below ``root`` with its entry, a directory before what is in it, sorted by name."""
-    stack: list[tuple[bytes, Iterator[Entry]]] = [(b"", entries(objects, root))]
-    while stack:
-        prefix, rest = stack[-1]
-        entry = next(rest, None)
-        if entry is None:
-            stack.pop()
-            continue
-        path = prefix + entry.name
-        yield path, entry
-        if entry.type is Type.DIRECTORY:
-            if len(stack) >= MAX_DEPTH:
-                raise StoreDamagedError("a damaged directory: too deep")
-            stack.append((path + b"/", entries(objects, entry)))
