@@ -313,6 +313,19 @@ async def test_a_command_reads_its_own_limits(backend: OciBackend) -> None:
     )
 
 
+async def test_a_servers_umask_hides_no_control_group(backend: OciBackend) -> None:
+    before = os.umask(0o077)
+    try:
+        await backend.create("sb1-1", SPEC)
+    finally:
+        os.umask(before)
+    seen = await run(
+        backend, "cd /sys/fs/cgroup; find . -maxdepth 1 ! -perm 0755; cat memory*/memory.oom_control memory.events"
+    )
+    assert "oom_kill 0" in seen.splitlines()
+    assert "./" not in seen
+
+
 async def test_control_groups_show_nothing_else_and_take_nothing(backend: OciBackend) -> None:
     for id in ("sb1-1", "sb2-1"):
         await backend.create(id, SPEC)

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
-from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, furnish, launch, limit_sockets
+from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, finish_groups, furnish, launch
 from agent_sandbox.backends.oci.disk import Templates
 from agent_sandbox.backends.oci.ending import end_processes
 from agent_sandbox.backends.oci.environment import Environment, Record
@@ -241,7 +241,7 @@ class OciBackend(GuestBackend):
             await self._thread(lambda: furnish(host, environment, record, image, namespace, new=new))
             step("start")
             await launch(self._runc, environment, record, key)
-        await self._thread(limit_sockets, host, record)
+        await self._thread(finish_groups, host, record)
         step("hello")
         self._records[environment.id] = record
         await self._thread(environment.hide_root)

@@ -93,7 +93,8 @@ async def launch(runc: Runc, environment: Environment, record: Record, key: byte
         await runc.run(name, environment.directory, log, [listener.fileno(), daemon_config], limits)
 
 
-def limit_sockets(host: Host, record: Record) -> None:
-    """Bound the memory of sockets, where the kernel counts it apart from the rest."""
+def finish_groups(host: Host, record: Record) -> None:
+    """Do what runc leaves undone: bound the memory of sockets, let the sandbox read its groups whatever our umask."""
     groups = cgroups.Groups(host.hierarchies, host.cgroups_path(record.id))
+    groups.show()
     groups.limit_sockets(record.spec.memory_mb * bundle.MIB // _SOCKETS_SHARE)

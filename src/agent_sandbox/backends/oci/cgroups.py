@@ -183,6 +183,14 @@ class Groups:
         if not self._hierarchies.is_v2 and path is not None and path.exists():
             path.write_text(str(size))
 
+    def show(self) -> None:
+        """Let everybody look into the group's directories. Nobody writes through that: the files have their own modes.
+
+        A sandbox's root is nobody here, and the runtime makes the directories with its caller's umask.
+        """
+        for directory in self.directories():
+            directory.chmod(0o755)
+
     def directories(self) -> list[Path]:
         """The group's directories that exist, one for each hierarchy."""
         return [path for root in self._hierarchies.all() if (path := root / self._path).is_dir()]
