@@ -89,9 +89,10 @@ class ExecOutput:
 class ExecExit:
     """How a command ended: exactly one of ``code`` and ``signal`` is set.
 
-    ``message`` says why it could not be started (codes 126 and 127). ``oom_killed`` is ``None`` where the backend
-    cannot know. Times are in seconds, ``max_rss_kb`` in KiB, those of the command's own process and the children
-    it waited for.
+    ``message`` says why it could not be started (codes 126 and 127). ``oom_killed`` says whether the kernel killed it
+    for want of memory (it was killed, and the kernel's count of such kills in its sandbox rose while it ran); ``None``
+    where nobody counts. Times are in seconds, ``max_rss_kb`` in KiB, those of the command's own process and the
+    children it waited for.
     """
 
     code: int | None

@@ -16,6 +16,9 @@ class TestFake(BackendSuite, ExecObjectSuite, FileOperationSuite, TunnelSuite):
     def echo_server(self, where: str) -> Sequence[str]:
         return ["echo-server", where]
 
+    def out_of_memory(self) -> Sequence[str]:
+        return ["hog"]
+
     async def reopened(self, backend: Backend, tmp_path: pathlib.Path) -> Backend:
         await backend.close()  # its environments live in the object
         return backend

@@ -148,6 +148,17 @@ def test_a_deadline_says_what_happened(local: Local) -> None:
     assert "--timeout" in done.stderr
 
 
+def test_want_of_memory_says_what_happened_and_what_to_do(local: Local) -> None:
+    hog = "len(b'x' * 2**31)"
+    done = local.run("run", "-m", "64", "--", "python3", "-c", hog)
+    note = "the command was killed: the sandbox's memory is used up; -m MIB makes one with more"
+    assert (done.returncode, done.stderr) == (137, f"agent-sandbox: {note}\n")
+    sandbox = local.json("create", "-m", "64")["id"]
+    exec_id = local.out("exec", "-d", sandbox, "--", "python3", "-c", hog)
+    assert local.run("logs", "-f", sandbox, exec_id).stderr == f"agent-sandbox: {note}\n"
+    assert "signal 9, out of memory" in local.out("execs", sandbox)
+
+
 def test_environment_and_directory(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     local.environ["PASSED_ON"] = "mine"
     script = 'echo "$GIVEN $PASSED_ON ${A_SECRET_OF_THE_CALLER:-none} $PWD"'

@@ -88,6 +88,32 @@ def test_a_sandbox_without_a_free_process_still_lists_and_kills(server: Served, 
         time.sleep(0.1)
 
 
+def test_f08_want_of_memory_is_told_later_and_by_another_server(server: Served) -> None:
+    box = f"/sandboxes/{ask(server, 'POST', '/sandboxes', {'disk_mb': 64, 'memory_mb': 64})['id']}"
+    hog = 'len(b"x" * 2**31)'
+    paths = {
+        detached(server, box, ["python3", "-c", hog]): True,
+        detached(server, box, ["sh", "-c", f"python3 -c '{hog}'; exit $?"]): True,
+        detached(server, box, ["sh", "-c", "kill -9 $$"]): False,
+        detached(server, box, ["sh", "-c", "exit 3"]): False,
+        detached(server, box, ["sleep", "60"], timeout_seconds=0.5): False,
+    }
+
+    def told() -> list[list[bool | None]]:
+        listed = {exec["id"]: exec["oom_killed"] for exec in ask(server, "GET", f"{box}/execs")["execs"]}
+        outputs = [lines(call(server, "GET", f"{path}/output")[1])[-1]["oom_killed"] for path in paths]
+        single = [ask(server, "GET", path)["oom_killed"] for path in paths]
+        return [outputs, single, [listed[path.rpartition("/")[2]] for path in paths]]
+
+    for path in paths:
+        assert lines(call(server, "GET", f"{path}/output")[1])[-1]["type"] == "exit"
+    assert told() == [list(paths.values())] * 3
+    server.stop(signal.SIGKILL)
+    server.start()
+    assert told() == [list(paths.values())] * 3
+    call(server, "DELETE", box)
+
+
 def test_what_a_sandbox_uses(server: Served, box: str) -> None:
     detached(server, box, ["sleep", "300"])
     ask(server, "POST", f"{box}/exec", {"command": "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done"})

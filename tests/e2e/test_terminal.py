@@ -80,6 +80,12 @@ def test_top_starts_and_quits(person: Person, box: str) -> None:
     leave(person)
 
 
+def test_f08_a_terminal_tells_that_memory_ran_out(person: Person) -> None:
+    person.enter("""agent-sandbox run -m 64 -t -- python3 -c "len(b'x' * 2**31)"; echo code=$?""")
+    person.expect(r"memory is used up; -m MIB makes one with more")
+    person.expect(r"code=137\r")
+
+
 def test_the_size_is_this_terminals_and_follows_it(person: Person, box: str) -> None:
     person.resize(31, 97)
     go_inside(person, box)

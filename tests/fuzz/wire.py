@@ -304,6 +304,7 @@ OPERATIONS: list[Callable[[Guest], Coroutine[Any, Any, Any]]] = [
     lambda guest: drained(guest.attach_exec("build-1", 0, True)),
     lambda guest: drained(guest.attach_exec("build-1", 0, False)),
     lambda guest: guest.list_execs(),
+    lambda guest: guest.exec_status("build-1"),
     lambda guest: guest.write_stdin("build-1", source()),
     lambda guest: guest.close_stdin("build-1"),
     lambda guest: guest.signal_exec("build-1", 9),

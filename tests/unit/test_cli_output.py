@@ -107,7 +107,7 @@ def test_output_goes_to_its_own_stream_byte_by_byte() -> None:
             [{"type": "exit", "signal": 9, "oom_killed": True}],
             137,
             b"",
-            "agent-sandbox: the command was killed: the sandbox's memory is used up; create it with more (-m)\n",
+            "agent-sandbox: the command was killed: the sandbox's memory is used up; -m MIB makes one with more\n",
         ),
     ],
 )
@@ -119,6 +119,42 @@ def test_events_become_output_notes_and_a_code(
     assert output.follow((ExecOutputEvent.from_json(event) for event in events), deadline_hint=True) == code
     seen = capfdbinary.readouterr()
     assert (seen.out, seen.err) == (out, err.encode())
+
+
+def test_looking_at_a_log_tells_of_memory_but_not_of_an_option_that_logs_does_not_have(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    from agent_sandbox.models import ExecOutputEvent
+
+    for end in ({"oom_killed": True}, {"timed_out": True}, {"oom_killed": False}):
+        output.follow([ExecOutputEvent.from_json({"type": "exit", "signal": 9, **end})])
+    note = b"agent-sandbox: the command was killed: the sandbox's memory is used up; -m MIB makes one with more\n"
+    assert capfdbinary.readouterr().err == note
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ({"signal": 9, "oom_killed": True}, "signal 9, out of memory"),
+        ({"exit_code": 137, "oom_killed": True}, "exit 137, out of memory"),
+        ({"signal": 9, "oom_killed": False}, "signal 9"),
+        ({"signal": 9, "timed_out": True}, "timed out"),
+        ({"exit_code": 3}, "exit 3"),
+        ({}, "exit ?"),
+    ],
+)
+def test_how_a_listed_command_ended(end: dict[str, object], shown: str) -> None:
+    from agent_sandbox.cli.execs import status
+    from agent_sandbox.models import Exec
+
+    fields = {"exit_code": None, "signal": None, "timed_out": False, **end}
+    info = Exec.from_json(
+        {
+            **{"id": "ex1", "tag": "", "command": ["x"], "pid": 7, "status": "exited"},
+            **{"started_at": "2026-01-01T00:00:00Z", "tty": False, "cursor": 0, "first_cursor": 0, **fields},
+        }
+    )
+    assert status(info) == shown
 
 
 def test_an_end_that_nobody_knows_is_an_error() -> None:

@@ -7,9 +7,7 @@ import msgspec
 import pytest
 
 from agent_sandbox import wire
-from agent_sandbox.errors import (
-    NotFoundError,
-)
+from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.guest import Program
 from agent_sandbox.types import (
     ChangesLost,
@@ -64,9 +62,20 @@ async def test_a_list_as_it_should_be() -> None:
         listed = await guest.list_execs()
         assert listed[1] == ExecStatus("a", "t", ("sh",), 7, 1.5, False, False, 9, 2, ExecExit(0, wall_seconds=5e-6))
         assert (listed[0].id, listed[0].tag, listed[0].exit, listed[0].running) == ("0", "", None, True)
+    async with talking_to(answering({"exec": STATUS, "new": 1})) as guest:
         assert await guest.exec_status("a") == listed[1]
-        with pytest.raises(NotFoundError):
+        with pytest.raises(BackendError, match="another"):
             await guest.exec_status("b")
+        with pytest.raises(NotFoundError):
+            await guest.exec_status("not/an/id")
+
+
+async def test_what_killed_a_command_as_it_should_be() -> None:
+    told = {**EXIT, "oom_killed": True, "signal": 9}
+    del told["code"]
+    async with talking_to(answering({"exec": {**STATUS, "exit": told}})) as guest:
+        end = (await guest.exec_status("a")).exit
+    assert end == ExecExit(None, 9, wall_seconds=5e-6, oom_killed=True)
 
 
 async def test_a_watch_as_it_should_be() -> None:
@@ -197,11 +206,18 @@ async def test_only_who_does_not_follow_may_miss_the_exit() -> None:
         {name: value for name, value in STATUS.items() if name != "exit"},
         {**STATUS, "exit": {}},
         {**STATUS, "exit": {**EXIT, "code": 256}},
+        {**STATUS, "exit": {**EXIT, "oom_killed": 1}},
         *({n: v for n, v in STATUS.items() if n != name} for name in ("id", "argv", "pid", "started_ms", "cursor")),
     ],
 )
 async def test_a_command_that_cannot_be(lie: dict[str, Any]) -> None:
     await refused(answering({"count": 1}, msgspec.msgpack.encode([lie])), lambda guest: guest.list_execs())
+    await refused(answering({"exec": lie}), lambda guest: guest.exec_status("a"))
+
+
+@pytest.mark.parametrize("end", [{}, {"exec": None}, {"exec": [STATUS]}, STATUS])
+async def test_a_status_that_is_none(end: dict[str, Any]) -> None:
+    await refused(answering(end), lambda guest: guest.exec_status("a"))
 
 
 @pytest.mark.parametrize("count", [0, 2, *NUMBERS])

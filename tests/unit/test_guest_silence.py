@@ -149,6 +149,7 @@ async def test_every_wait_has_a_limit(monkeypatch: pytest.MonkeyPatch, credit: b
         (lambda guest: guest.remove_file(b"/workspace/x"), BackendError),
         (lambda guest: guest.start_exec(PROGRAM), BackendError),
         (lambda guest: guest.list_execs(), BackendError),
+        (lambda guest: guest.exec_status("a"), BackendError),
         (lambda guest: every(guest.attach_exec("a", 0, False)), BackendError),
         (lambda guest: every(guest.watch(b"/workspace")), BackendError),
         (lambda guest: guest.dial(port=80), BackendError),

@@ -60,6 +60,8 @@ pub struct Config {
     pub gid: u32,
     /// The writable root. Always `/workspace` outside tests.
     pub workspace: Vec<u8>,
+    /// Where the processes killed for want of memory are counted, in tests; elsewhere the sandbox's control group.
+    pub memory_events: Option<Vec<u8>>,
     /// What an operation may keep in memory about a tree: a quarter of the sandbox's own memory where that is known.
     pub table_bytes: usize,
 }
@@ -101,12 +103,17 @@ impl Config {
             None => b"/workspace".to_vec(),
             Some(_) => map.bin("workspace").filter(|path| path.first() == Some(&b'/'))?.to_vec(),
         };
+        let memory_events = match map.get("memory_events") {
+            None => None,
+            Some(_) => Some(map.bin("memory_events").filter(|path| path.first() == Some(&b'/'))?.to_vec()),
+        };
         let tables = map.uint("memory_bytes").map_or(MAX_TABLES, |memory| MAX_TABLES.min(memory / 4));
         Some(Config {
             key: map.bin("key")?.try_into().ok()?,
             uid: id("uid")?,
             gid: id("gid")?,
             workspace,
+            memory_events,
             table_bytes: tables as usize,
         })
     }

@@ -4,6 +4,7 @@ use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
 use crate::exec::Objects;
+use crate::memory::Kills;
 use crate::workers::{self, Workers};
 use rustix::net::SocketAddrAny;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -40,6 +41,7 @@ pub struct Daemon {
     /// For reading pipes; nobody holds it over an await.
     pub scratch: RefCell<Vec<u8>>,
     pub objects: Objects,
+    pub kills: Kills,
     /// Where the daemon listens.
     pub address: SocketAddrAny,
     /// Watches that are going on.
@@ -64,6 +66,7 @@ impl Daemon {
         Ok(Rc::new(Daemon {
             files: Workers::start("files", FILE_THREADS, move || workers::become_user(uid, gid))?,
             archives: Workers::start("archives", ARCHIVE_THREADS, || Ok(()))?,
+            kills: Kills::new(config.memory_events.clone()),
             config,
             open_files,
             null,

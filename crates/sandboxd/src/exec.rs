@@ -67,6 +67,8 @@ struct Running {
     detach: bool,
     program: String,
     started: Instant,
+    /// What was killed for want of memory before its start, where it is an object and somebody counts.
+    kills: Option<u64>,
     control: Option<Rc<AsyncFd<OwnedFd>>>,
     pipes: Vec<Pipe>,
     /// The command's end of its terminal, held so that one that closes it may open it again.
@@ -216,7 +218,13 @@ impl Running {
                         let wall = self.started.elapsed();
                         self.slave = None;
                         self.input.shut();
-                        self.exit = Some(Exit { status, user_us, system_us, max_rss_kb, wall });
+                        let mut exit =
+                            Exit { status, user_us, system_us, max_rss_kb, wall, oom_killed: None };
+                        if exit.was_killed() {
+                            let count = self.daemon.kills.count();
+                            exit.oom_killed = count.zip(self.kills).map(|(now, before)| now > before);
+                        }
+                        self.exit = Some(exit);
                     }
                     Some(Report::Killed { empty }) => {
                         self.killed = true;

@@ -16,6 +16,7 @@ mod exec;
 mod fsops;
 mod launch;
 mod listing;
+mod memory;
 mod ops;
 mod pack;
 mod resolve;

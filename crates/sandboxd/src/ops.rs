@@ -14,6 +14,7 @@ pub enum Op {
     Exec(Box<exec::Request>),
     Attach { id: String, cursor: u64, follow: bool },
     Execs,
+    Status { id: String },
     Stdin { id: String },
     Close { id: String },
     Signal { id: String, signal: u8 },
@@ -48,6 +49,7 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
             follow: args.bool_or("follow", true)?,
         },
         "exec.list" => Op::Execs,
+        "exec.status" => Op::Status { id: exec::id(&args)? },
         "exec.stdin" => Op::Stdin { id: exec::id(&args)? },
         "exec.close" => Op::Close { id: exec::id(&args)? },
         "exec.signal" => match u8::try_from(args.uint("signal")?) {
@@ -121,6 +123,7 @@ impl Op {
                 exec::ops::attach(&daemon, &stream, &id, cursor, follow).await
             }
             Op::Execs => exec::ops::list(&daemon, &stream).await,
+            Op::Status { id } => exec::ops::status(&daemon, &id).map(Some),
             Op::Stdin { id } => exec::ops::stdin(&daemon, &stream, &id).await,
             Op::Close { id } => exec::ops::close(&daemon, &id).map(Some),
             Op::Signal { id, signal } => exec::ops::signal(&daemon, &id, signal).await.map(Some),

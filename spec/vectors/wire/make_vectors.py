@@ -153,6 +153,9 @@ FRAMES = [
     ("stats", "END", 49, pack({"processes": 3, "execs": 2, "memory_bytes": 6291456, "ring_bytes": 1048576})),
     ("open sync", "OPEN", 51, pack({"op": "sys.sync", "args": {}})),
     ("open shutdown", "OPEN", 53, pack({"op": "sys.shutdown", "args": {}})),
+    ("open status", "OPEN", 55, pack({"op": "exec.status", "args": {"id": "build-1"}})),
+    ("status", "END", 55, pack({"exec": STATUS})),
+    ("killed for want of memory", "END", 11, pack({"signal": 9, "timed_out": False, "oom_killed": True, "user_us": 0, "system_us": 0, "max_rss_kb": 65536, "wall_us": 2000000})),
 ]  # fmt: skip
 
 OPEN_1 = frame(2, 1, pack({"op": "fs.list", "args": {"path": b"/"}}))

@@ -247,7 +247,7 @@ class Backend(abc.ABC):
         self._no_guest()
 
     async def exec_status(self, id: str, exec_id: str) -> ExecStatus:
-        """One command. :class:`NotFoundError` when there is none of this id."""
+        """One command. :class:`NotFoundError` when there is none of this id. Costs the same however many are kept."""
         self._no_guest()
 
     async def write_stdin(self, id: str, exec_id: str, src: ByteSource) -> int:

@@ -165,8 +165,9 @@ class GuestBackend(Backend):
             await guest.forget_exec(exec_id)
 
     def _out_of_memory(self, id: str, end: ExecExit, before: int | None) -> bool | None:
-        if not _killed(end):
-            return False
+        end = _as_known(end)
+        if end.oom_killed is not None:
+            return end.oom_killed
         now = self.oom_kills(id)
         return None if now is None or before is None else now > before
 
@@ -309,8 +310,8 @@ def _killed(end: ExecExit) -> bool:
 
 
 def _as_known(end: ExecExit) -> ExecExit:
-    """An exit that is looked at later: why it was killed is not known any more."""
-    return replace(end, oom_killed=None if _killed(end) else False)
+    """An exit as its daemon tells it, who counts at the very end of a kept command: every look at it says the same."""
+    return end if _killed(end) else replace(end, oom_killed=False)
 
 
 def _status(status: ExecStatus) -> ExecStatus:

@@ -249,6 +249,7 @@ def _terminal_code(terminal: Terminal) -> int:
         return 129
     if terminal.exit.message:
         output.note(terminal.exit.message)
+    output.why_killed(terminal.exit)
     return exit_status(terminal.exit)
 
 

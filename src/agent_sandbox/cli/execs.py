@@ -34,7 +34,7 @@ def execs(sandbox_id: options.SandboxId, as_json: options.Json = False) -> None:
         return
     output.table(
         ("ID", "STATUS", "STARTED", "OUTPUT", "COMMAND"),
-        [[info.id, _status(info), info.started_at, output.size(info.cursor), " ".join(info.command)] for info in found],
+        [[info.id, status(info), info.started_at, output.size(info.cursor), " ".join(info.command)] for info in found],
     )
 
 
@@ -70,11 +70,13 @@ def kill(
         output.data({"processes": processes})
 
 
-def _status(info: ExecInfo) -> str:
+def status(info: ExecInfo) -> str:
+    """Say in a few words whether a command runs, or how it ended."""
     if info.status == "running":
         return "running"
     if info.timed_out:
         return "timed out"
+    end = "exit ?" if info.exit_code is None else f"exit {info.exit_code}"
     if info.signal is not None:
-        return f"signal {info.signal}"
-    return "exit ?" if info.exit_code is None else f"exit {info.exit_code}"
+        end = f"signal {info.signal}"
+    return f"{end}, out of memory" if info.oom_killed else end

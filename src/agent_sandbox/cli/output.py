@@ -92,13 +92,18 @@ def follow(events: Iterable[ExecOutputEvent], *, deadline_hint: bool = False) ->
         elif event.type == "exit":
             if event.message:
                 raw("stderr", f"{event.message}\n".encode("utf-8", "surrogateescape"))
-            if event.timed_out and deadline_hint:
-                seconds = (event.duration_ms or 0) / 1000
-                note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
-            elif event.oom_killed and deadline_hint:
-                note("the command was killed: the sandbox's memory is used up; create it with more (-m)")
+            why_killed(event, deadline_hint=deadline_hint)
             return exit_status(event)
     return 0
+
+
+def why_killed(event: ExecOutputEvent, *, deadline_hint: bool = False) -> None:
+    """Say in a note what killed a command, where that was not the user's own doing, and what to do about it."""
+    if event.timed_out and deadline_hint:
+        seconds = (event.duration_ms or 0) / 1000
+        note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
+    elif event.oom_killed:
+        note("the command was killed: the sandbox's memory is used up; -m MIB makes one with more")
 
 
 def close_broken_stdout() -> None:

@@ -1,4 +1,5 @@
-"""Commands as objects. Needs of the guest ``sh``, ``cat``, ``echo``, ``sleep``, ``stty``, ``tee`` and ``true`` only.
+"""Commands as objects. Needs of the guest ``sh``, ``cat``, ``echo``, ``sleep``, ``stty``, ``tee`` and ``true`` only,
+and what :meth:`ExecObjectSuite.out_of_memory` names.
 
 Every value comes from ``backends/base.py`` and ``spec/wire.md``. Numbers are the fault list's.
 """
@@ -10,7 +11,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -245,6 +246,26 @@ class ExecObjectSuite(SuiteBase):
         for end in (seen.end, await ended(box, "a"), await ended(box, "b"), (await attached(box, "b")).end):
             assert end is not None
             assert (end.code, "no-such-program" in end.message) == (127, True)
+
+    def out_of_memory(self) -> Sequence[str]:
+        """A program that asks for more memory than there is until it is killed."""
+        return ["python3", "-c", "len(b'x' * 2**31)"]
+
+    async def test_f08_why_a_command_was_killed_is_known_as_long_as_its_end(self, box: Box) -> None:
+        plain = (await box.run([*self.out_of_memory()])).exit
+        assert (plain.signal, plain.oom_killed in (True, None)) == (9, True)
+        otherwise = None if plain.oom_killed is None else False
+        for number, (program, expected) in enumerate(
+            ((self.out_of_memory(), plain.oom_killed), (["sh", "-c", "kill -9 $$"], otherwise))
+        ):
+            opened, detached = f"opened-{number}", f"detached-{number}"
+            seen = [(await watch(box.backend.open_exec(box.id, request([*program], opened)))).end]
+            await box.backend.start_exec(box.id, request([*program], detached))
+            for id in (opened, detached):
+                seen += [(await attached(box, id)).end, await ended(box, id)]
+            listed = {status.id: status.exit for status in await box.backend.list_execs(box.id)}
+            seen += [listed[opened], listed[detached]]
+            assert [end and end.oom_killed for end in seen] == [expected] * len(seen), program
 
     async def test_f15_a_missing_workdir_leaves_no_object(self, box: Box) -> None:
         wrong = request("true", "a", workdir="/no/such/place")

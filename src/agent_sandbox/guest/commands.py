@@ -148,10 +148,8 @@ class Commands(Connection):
 
     async def exec_status(self, id: str) -> ExecStatus:
         """One command that is kept."""
-        for status in await self.list_execs():
-            if status.id == id:
-                return status
-        raise NotFoundError(f"there is no command {id!r}")
+        told = await self.call("exec.status", {"id": _checked_id(id)}, dict[str, Any])
+        return replies.status_of(told, id)
 
     async def write_stdin(self, id: str, src: AsyncIterator[bytes]) -> int:
         """Send bytes to a command's standard input, as it takes them; return how many it took."""

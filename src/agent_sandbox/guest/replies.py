@@ -81,6 +81,7 @@ class EntryResult(msgspec.Struct):
 
 class Exit(msgspec.Struct):
     timed_out: bool
+    oom_killed: bool | None = None
     code: _Code | None = None
     signal: _Signal | None = None
     message: str = ""
@@ -172,6 +173,10 @@ class _Status(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
+class _StatusResult(msgspec.Struct):
+    exec: _Status
+
+
 class _Change(msgspec.Struct):
     path: bytes | None = None
     kind: ChangeKind | None = None
@@ -208,19 +213,20 @@ def note(data: bytes, kind: type[T]) -> T:
 def shaped(fields: Mapping[str, Any], kind: type[T]) -> T:
     """A map in the shape it must have."""
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, builtin_types=(bytes,))  # text is no base64 of bytes here
     except msgspec.ValidationError as problem:
         raise BackendError(f"the sandbox's daemon sent a reply of the wrong shape: {problem}") from problem
 
 
 def exit_of(told: Exit) -> ExecExit:
-    """How a command ended. ``oom_killed`` is left for those who know."""
+    """How a command ended; ``oom_killed`` as far as the daemon knows."""
     if (told.code is None) == (told.signal is None):
         raise BackendError("the sandbox's daemon gave neither exit code nor signal, or both")
     return ExecExit(
         code=told.code,
         signal=told.signal,
         timed_out=told.timed_out,
+        oom_killed=told.oom_killed,
         message=told.message[:1_000],
         wall_seconds=told.wall_us / 1e6,
         user_seconds=told.user_us / 1e6,
@@ -255,6 +261,14 @@ def listing_of(piece: bytes, directory: bytes) -> list[FileEntry]:
 def statuses_of(piece: bytes) -> list[ExecStatus]:
     """The commands of one frame of their list."""
     return [_status(told) for told in _array(piece, _statuses, "list of commands")]
+
+
+def status_of(fields: Mapping[str, Any], id: str) -> ExecStatus:
+    """The command that was asked for."""
+    status = _status(result(fields, _StatusResult).exec)
+    if status.id != id:
+        raise BackendError("the sandbox's daemon described another command")
+    return status
 
 
 def _status(told: _Status) -> ExecStatus:

@@ -134,7 +134,8 @@ class Exec(_WithUsage):
 
     Output is numbered from 0 over both streams: ``cursor`` is the number of the next byte, ``first_cursor`` that of the
     oldest byte that can still be read. Of an ``exited`` one, exactly one of ``exit_code`` and ``signal`` is set, or
-    neither where it could not be learned. ``oom_killed`` is ``null`` where it is not known. ``message`` says why a
+    neither where it could not be learned. ``oom_killed`` says whether it was killed because the sandbox's memory was
+    used up; it is ``null`` while it runs, and where the kernel does not count such kills. ``message`` says why a
     command could not be started (codes 126 and 127).
     """
 

@@ -83,6 +83,10 @@ pub async fn list(daemon: &Daemon, stream: &Stream) -> Answer {
     Ok(Some(MapWriter::new(1).uint("count", all.len() as u64).done()))
 }
 
+pub fn status(daemon: &Daemon, id: &str) -> Result<Vec<u8>, Failure> {
+    Ok(MapWriter::new(1).raw("exec", &daemon.objects.get(id)?.describe()).done())
+}
+
 pub async fn stdin(daemon: &Daemon, stream: &Rc<Stream>, id: &str) -> Answer {
     let object = daemon.objects.get(id)?;
     let over = async {

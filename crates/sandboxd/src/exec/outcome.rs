@@ -14,6 +14,19 @@ pub struct Exit {
     pub system_us: u64,
     pub max_rss_kb: u64,
     pub wall: Duration,
+    /// Whether the kernel killed it for want of memory, where that is known.
+    pub oom_killed: Option<bool>,
+}
+
+impl Exit {
+    /// It died of SIGKILL, or says that what it waited for did, as a shell does.
+    pub fn was_killed(&self) -> bool {
+        if libc::WIFSIGNALED(self.status) {
+            libc::WTERMSIG(self.status) == libc::SIGKILL
+        } else {
+            libc::WEXITSTATUS(self.status) == 128 + libc::SIGKILL
+        }
+    }
 }
 
 /// Everything that is known at the end.
@@ -43,19 +56,30 @@ impl Facts<'_> {
             None => None,
             Some(failed) => Some(self.not_started(failed)?),
         };
-        let lost =
-            Exit { status: libc::SIGKILL, user_us: 0, system_us: 0, max_rss_kb: 0, wall: self.elapsed };
+        let lost = Exit {
+            status: libc::SIGKILL,
+            user_us: 0,
+            system_us: 0,
+            max_rss_kb: 0,
+            wall: self.elapsed,
+            oom_killed: None,
+        };
         let exit = match self.exit {
             Some(exit) => exit,
             None if self.killed => &lost,
             None => return Err(Failure::new(Code::Internal, "the command's supervisor was killed")),
         };
         let signalled = libc::WIFSIGNALED(exit.status);
-        let map = MapWriter::new(6 + u32::from(message.is_some()));
+        let optional = u32::from(message.is_some()) + u32::from(exit.oom_killed.is_some());
+        let map = MapWriter::new(6 + optional);
         let map = match &message {
             Some((code, text)) => map.uint("code", *code).str("message", text),
             None if signalled => map.uint("signal", libc::WTERMSIG(exit.status) as u64),
             None => map.uint("code", libc::WEXITSTATUS(exit.status) as u64),
+        };
+        let map = match exit.oom_killed {
+            None => map,
+            Some(oom_killed) => map.bool("oom_killed", oom_killed),
         };
         // A command that ended by itself while the deadline passed was in time.
         Ok(map

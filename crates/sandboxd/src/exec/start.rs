@@ -88,6 +88,7 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         stderr: stderr.as_raw_fd(),
         announce: request.name.is_some(),
     };
+    let kills = request.name.as_ref().and_then(|_| daemon.kills.count());
     let pid = supervisor::spawn(&request.plan, &descriptors).map_err(|error| {
         let errno = error.raw_os_error().unwrap_or(0);
         Failure::new(
@@ -110,6 +111,7 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         detach: request.detach,
         program: request.program,
         started,
+        kills,
         control: Some(control),
         pipes,
         slave: child.into_iter().next().filter(|_| has_tty),

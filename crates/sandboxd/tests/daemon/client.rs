@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const FIRST_UID: u32 = 34_567;
 pub const WINDOW: u32 = 262_144;
 const KEY: [u8; 32] = [42; 32];
+/// A control group's `memory.events` before anything was killed.
+const KERNELS_COUNT: &str = "low 0\nhigh 0\nmax 3\noom 0\noom_kill 0\noom_group_kill 0\n";
 
 /// A decoded MessagePack value.
 #[derive(Debug, Clone, PartialEq)]
@@ -234,6 +236,7 @@ impl Host {
         let _ = fs::remove_dir_all(&place);
         fs::create_dir_all(place.join("w")).unwrap();
         std::os::unix::fs::chown(place.join("w"), Some(uid), Some(uid)).unwrap();
+        fs::write(place.join("memory.events"), KERNELS_COUNT).unwrap();
         let socket = place.join("socket");
         (place, socket, uid)
     }
@@ -245,6 +248,7 @@ impl Host {
             .uint("uid", uid.into())
             .uint("gid", uid.into())
             .bin("workspace", workspace)
+            .bin("memory_events", place.join("memory.events").into_os_string().into_encoded_bytes())
             .bytes()
     }
 
@@ -275,6 +279,11 @@ impl Host {
         let socket = UnixStream::connect(&self.socket).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         Client { socket, next: 1, pending: Vec::new() }
+    }
+
+    /// What the daemon reads in place of the kernel's count of processes killed for want of memory.
+    pub fn killed_for_memory(&self, text: &str) {
+        fs::write(self.place.join("memory.events"), text).unwrap();
     }
 
     /// A number from the daemon's status file.

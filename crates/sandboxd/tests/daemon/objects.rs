@@ -91,6 +91,57 @@ fn a_named_command_is_announced_and_its_name_is_its_own() {
 }
 
 #[test]
+fn a_command_killed_for_want_of_memory_says_so_however_late_it_is_asked() {
+    let host = Host::start();
+    let mut client = host.connect();
+    let said = |client: &mut Client, id: &str| {
+        let attached = attach(client, id, 0).end.get("exit").unwrap().get("oom_killed").cloned();
+        assert_eq!(describe(client, id).get("exit").unwrap().get("oom_killed").cloned(), attached);
+        attached
+    };
+    // What the kernel does: it raises the count, then the process dies of SIGKILL.
+    let (yes, no) = (Some(Item::Bool(true)), Some(Item::Bool(false)));
+    let started =
+        client.open("exec.start", &named("itself", "echo go; read x; kill -9 $$").bool("stdin", true));
+    client.output_with(started, "go");
+    host.killed_for_memory("low 0\nhigh 0\nmax 9\noom 1\noom_kill 1\noom_group_kill 0\n");
+    client.eof(started);
+    assert_eq!(client.finish(started).end.get("oom_killed").cloned(), yes);
+    detach(&mut client, "another", "kill -9 $$");
+    assert_eq!(said(&mut client, "another"), no, "the kill before it was not its own");
+    let mark = host.file("go");
+    let script =
+        format!("while ! [ -e {} ]; do sleep 0.01; done; sh -c 'kill -9 $$'; exit $?", mark.display());
+    detach(&mut client, "child", &script);
+    // The older form of the count, memory.oom_control.
+    host.killed_for_memory("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n");
+    fs::write(mark, b"").unwrap();
+    assert_eq!(said(&mut client, "child"), yes, "a shell passes its child's end on as 137");
+    assert_eq!(said(&mut client, "itself"), yes, "later kills change nothing");
+    detach(&mut client, "well", "exit 3");
+    assert_eq!(said(&mut client, "well"), None, "only a kill has a cause");
+    host.killed_for_memory("oom_kill_disable 0\nunder_oom 0\n");
+    detach(&mut client, "uncounted", "kill -9 $$");
+    assert_eq!(said(&mut client, "uncounted"), None, "nobody counts");
+}
+
+#[test]
+fn one_command_is_described_as_their_list_does() {
+    let host = Host::start();
+    let mut client = host.connect();
+    detach(&mut client, "runs", "sleep 20");
+    client.call("exec.start", &named("ended", "echo out; exit 4").str("tag", "mine"));
+    client.call("exec.start", &command(&[b"no-such-program"], 5_000).str("id", "missing"));
+    for id in ["runs", "ended", "missing"] {
+        let status = client.call("exec.status", &by_id(id));
+        assert_eq!((status.end.get("exec"), status.out.len()), (Some(&describe(&mut client, id)), 0));
+    }
+    assert_eq!(client.call("exec.status", &by_id("nobody")).end.error(), "not_found");
+    assert_eq!(client.call("exec.status", &by_id("A")).end.error(), "invalid_request");
+    assert_eq!(client.call("exec.status", &Args::new()).end.error(), "invalid_request");
+}
+
+#[test]
 fn what_did_not_start_is_kept_only_with_an_exit() {
     let host = Host::start();
     let mut client = host.connect();

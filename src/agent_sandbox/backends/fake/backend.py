@@ -137,4 +137,4 @@ class FakeBackend(GuestBackend):
                 task.cancel()
 
     def oom_kills(self, id: str) -> int | None:
-        return 0 if id in self.environments else None
+        return self.environments[id].oom_kills if id in self.environments else None

@@ -49,6 +49,7 @@ OPERATIONS: Mapping[str, Handler] = {
     "exec.start": execs.start,
     "exec.attach": execs.attach,
     "exec.list": execs.list_all,
+    "exec.status": execs.status,
     "exec.stdin": execs.stdin,
     "exec.close": execs.close,
     "exec.signal": execs.signal,

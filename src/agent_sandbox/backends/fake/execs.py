@@ -117,7 +117,7 @@ class Command:
             await self._changed.wait()
 
     async def _run(self) -> None:
-        started = time.monotonic()
+        started, kills = time.monotonic(), self.environment.oom_kills
         end: dict[str, Any] = {"timed_out": False, "user_us": 0, "system_us": 0, "max_rss_kb": 0}
         process = Process(
             self.environment,
@@ -147,6 +147,8 @@ class Command:
             if self._signal is None:
                 raise
             end |= {"signal": self._signal}
+        if self.id and 9 in (end.get("signal"), end.get("code", 0) - 128):
+            end["oom_killed"] = self.environment.oom_kills > kills
         end["wall_us"] = int((time.monotonic() - started) * 1e6)
         self.end = end
         await self.input.shut()
@@ -289,6 +291,10 @@ async def list_all(environment: Environment, operation: Operation, args: dict[st
         listed = [command.describe() for command in commands[start : start + 10]]
         await operation.send(wire.CHANNEL_OUT, msgspec.msgpack.encode(listed))
     return {"count": len(commands)}
+
+
+async def status(environment: Environment, operation: Operation, args: dict[str, Any]) -> dict[str, Any]:
+    return {"exec": _find(environment, args).describe()}
 
 
 async def stdin(environment: Environment, operation: Operation, args: dict[str, Any]) -> dict[str, Any]:

@@ -203,6 +203,12 @@ async def _leave(process: Process) -> int:
     raise Exit(int(process.argv[1]) & 255 if process.argv[1:] else 0)
 
 
+async def _hog(process: Process) -> int:
+    """Take more memory than there is."""
+    process.environment.oom_kills += 1
+    raise Exit(None, 9)
+
+
 async def _kill(process: Process) -> int:
     if process.argv[2:] == ["1"]:
         raise Exit(None, int(process.argv[1].lstrip("-")))
@@ -216,6 +222,7 @@ PROGRAMS: Mapping[str, Program] = {
     "echo-server": _echo_server,
     "exit": _leave,
     "false": _false,
+    "hog": _hog,
     "kill": _kill,
     "mkdir": _mkdir,
     "printenv": _printenv,

@@ -70,6 +70,7 @@ class Environment:
     commands: dict[str, Command] = field(default_factory=dict)
     listeners: set[int | str] = field(default_factory=set)
     pids: int = 1
+    oom_kills: int = 0
 
 
 class Failure(Exception):
