@@ -182,13 +182,18 @@ class Transaction(NameChanges):
         """Mark packs as ones that nobody appends to any more."""
         self._connection.executemany("UPDATE packs SET closed = 1 WHERE number = ?", [(n,) for n in numbers])
 
+    def remove_packs(self, numbers: Sequence[int]) -> None:
+        """Remove the rows of packs that are dead."""
+        self._connection.executemany("DELETE FROM packs WHERE number = ? AND dead = 1", [(n,) for n in numbers])
+
 
 class Index(Names):
     """The open index. Safe for threads."""
 
     def __init__(self, path: Path, *, wait_seconds: float = 10.0) -> None:
         """Open ``path``; call :func:`probe` before. The errors of :func:`translated`."""
-        self._path = path
+        self.path = path
+        self._wait_seconds = wait_seconds
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         with translated(path):
@@ -218,7 +223,7 @@ class Index(Names):
                 connection.close()
 
     def query(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._reading, translated(self._path):
+        with self._reading, translated(self.path):
             return self._reader.execute(sql, parameters).fetchall()
 
     def locate(self, ids: Sequence[bytes]) -> list[Location | None]:
@@ -252,7 +257,7 @@ class Index(Names):
 
         ``before_commit`` is called when the commit is about to be tried.
         """
-        with self._writing, translated(self._path):
+        with self._writing, translated(self.path):
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 transaction = Transaction(self._writer)
@@ -264,14 +269,37 @@ class Index(Names):
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
 
+    @contextmanager
+    def attached(self, scratch: Path) -> Iterator[sqlite3.Connection]:
+        """Open one more connection, with the new database ``scratch`` beside the index as ``mark``.
+
+        Nothing in ``mark`` outlives a crash. Errors are the caller's to translate.
+        """
+        connection = _connect(self.path, self._wait_seconds)
+        try:
+            connection.execute("ATTACH ? AS mark", (str(scratch),))
+            for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
+                connection.execute(f"PRAGMA mark.{pragma}").fetchall()
+            yield connection
+        finally:
+            connection.close()
+
+    def shrink(self) -> None:
+        """Write the index anew where a quarter of its pages is empty."""
+        with self._writing, translated(self.path):
+            (pages,) = self._writer.execute("PRAGMA page_count").fetchone()
+            (free,) = self._writer.execute("PRAGMA freelist_count").fetchone()
+            if free * 4 > pages:
+                self._writer.execute("VACUUM")
+
     def checkpoint(self) -> None:
         """Write the WAL back into the index and empty it, unless another process reads there just now."""
-        with self._writing, translated(self._path):
+        with self._writing, translated(self.path):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
         """Close both connections; the last one of all processes removes the WAL."""
-        with self._reading, self._writing, translated(self._path):
+        with self._reading, self._writing, translated(self.path):
             self._reader.close()
             self._writer.close()
 
@@ -279,7 +307,7 @@ class Index(Names):
         """Look again through SQLite: a WAL may hold a newer first page than the file that :func:`probe` saw."""
         (application,) = self._reader.execute("PRAGMA application_id").fetchone()
         (version,) = self._reader.execute("PRAGMA user_version").fetchone()
-        _accept(self._path, application, version)
+        _accept(self.path, application, version)
 
 
 def probe(path: Path) -> None:

@@ -31,7 +31,7 @@ from agent_sandbox.store.directory import make_store, read_store
 from agent_sandbox.store.index import Index, Known, Transaction, probe
 from agent_sandbox.store.locks import StoreLock
 from agent_sandbox.store.objects import MAX_CANONICAL, Kind
-from agent_sandbox.store.packs import MAX_PACK, OsFiles, Pack, PackFiles, PackReader, open_directory
+from agent_sandbox.store.packs import MAX_PACK, OsFiles, Pack, PackFiles, PackReader, failed, open_directory, pack_name
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import (
     MAX_DEPTH,
@@ -102,14 +102,12 @@ class ObjectDatabase:
 
     def close(self) -> None:
         """Close the pack of this process, write the index back, and let go of everything."""
-        with self._mutex:
-            idle, self._idle = self._idle, None
-            if idle is not None:
-                self._retire(idle)
+        self.drop_pack()
         with suppress(StoreError):
             if self._to_close:
                 with self.transaction():
                     pass
+                self.remove_dead()
             self.index.checkpoint()
         self.reader.close()
         self.index.close()
@@ -235,6 +233,29 @@ class ObjectDatabase:
                 self._idle = pack
             else:
                 self._retire(pack)
+
+    def drop_pack(self) -> None:
+        """Close the pack that is kept open, so that the next writer begins a new one."""
+        with self._mutex:
+            idle, self._idle = self._idle, None
+            if idle is not None:
+                self._retire(idle)
+
+    def remove_dead(self) -> int:
+        """Unlink packs that are marked as dead, and return how many; no location leads there any more."""
+        dead = [row.number for row in self.index.packs() if row.dead]
+        if not dead:
+            return 0
+        try:
+            for number in dead:
+                with suppress(FileNotFoundError):
+                    self.files.remove(pack_name(number))
+            self.files.sync()
+        except OSError as error:
+            raise failed("remove dead packs", error) from error
+        with self.index.transaction() as change:
+            change.remove_packs(dead)
+        return len(dead)
 
     def _retire(self, pack: Pack) -> None:
         pack.close()
