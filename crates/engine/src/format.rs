@@ -31,6 +31,8 @@ pub const MAX_AUTHOR: usize = 1_024;
 pub const MAX_MESSAGE: usize = 65_536;
 pub const MAX_VALUE: usize = 65_536;
 pub const MAX_MODE: u32 = 0o7777;
+/// Linux has no other.
+pub const SYMLINK_MODE: u32 = 0o777;
 pub const MAX_OWNER: u32 = u32::MAX - 1;
 pub const MIN_ENTRIES: usize = 32;
 pub const MAX_ENTRIES: usize = 256;

@@ -7,4 +7,7 @@ pub mod error;
 pub mod format;
 #[cfg(feature = "python")]
 mod python;
+pub mod read;
 pub mod record;
+#[cfg(test)]
+mod testing;

@@ -84,8 +84,11 @@ impl Header {
             return Err(damaged("a record of an unknown kind or form"));
         };
         let (canonical, length) = (word(&head[4..]) as usize, word(&head[8..]) as usize);
-        if canonical > kind.max_canonical() || length > canonical + SLACK {
-            return Err(damaged("a record longer than its kind allows"));
+        if !(1..=kind.max_canonical()).contains(&canonical) || length > canonical + SLACK {
+            return Err(damaged("a record of a length that its kind does not allow"));
+        }
+        if form == Form::Raw && length != canonical {
+            return Err(damaged("a record of a length that its form does not allow"));
         }
         let depth = head[3];
         if if patch { !(1..=MAX_PATCH_DEPTH).contains(&depth) } else { depth != 0 } {
@@ -141,7 +144,7 @@ impl Encoder {
 
     /// Append a whole record in its smallest form to `out`; returns the depth of its patch (0: none).
     ///
-    /// `id` must be the identity of `canonical`, which must not be longer than the kind allows.
+    /// `id` must be the identity of `canonical`. [`Error::Invalid`] for a length that no object of the kind has.
     pub fn encode(
         &mut self,
         kind: Kind,
@@ -150,7 +153,9 @@ impl Encoder {
         base: Option<Base<'_>>,
         out: &mut Vec<u8>,
     ) -> Result<u8> {
-        debug_assert!(canonical.len() <= kind.max_canonical());
+        if !(1..=kind.max_canonical()).contains(&canonical.len()) {
+            return Err(Error::Invalid(format!("an object of {} bytes", canonical.len())));
+        }
         self.compress(canonical, LEVEL, None)?;
         let smaller = self.full.len() < canonical.len();
         let mut header = Header {

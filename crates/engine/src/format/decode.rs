@@ -1,11 +1,24 @@
 //! Values out of canonical bytes. Everything that an encoder would not write is refused, and no list grows past a page.
 
 use super::{
-    Body, Commit, Content, Cursor, Entry, Extent, MAX_AUTHOR, MAX_CHUNK, MAX_ENTRIES, MAX_LEVEL, MAX_MESSAGE,
-    MAX_MODE, MAX_NAME, MAX_OWNER, MAX_PARENTS, MAX_SIZE, MAX_TARGET, MAX_VALUE, NANOSECONDS, Owner, Page,
-    PageChild, SMALL_FILE, Time, Tree, TreeChild,
+    Body, Commit, Content, Cursor, Entry, Extent, Id, Kind, MAX_AUTHOR, MAX_CHUNK, MAX_ENTRIES, MAX_LEVEL,
+    MAX_MESSAGE, MAX_MODE, MAX_NAME, MAX_OWNER, MAX_PARENTS, MAX_SIZE, MAX_TARGET, MAX_VALUE, NANOSECONDS,
+    Owner, Page, PageChild, SMALL_FILE, SYMLINK_MODE, Time, Tree, TreeChild,
 };
 use crate::error::Result;
+
+/// Refuse more bytes than the kind allows, and begin.
+fn open<'a>(kind: Kind, canonical: &'a [u8], what: &'static str) -> Result<Cursor<'a>> {
+    let cursor = Cursor::new(canonical, what);
+    match kind.max_canonical() {
+        most if canonical.len() > most => Err(cursor.damaged(&format!("it is longer than {most} bytes"))),
+        _ => Ok(cursor),
+    }
+}
+
+fn usable(name: &[u8]) -> bool {
+    name != b"." && name != b".." && !name.iter().any(|byte| matches!(byte, b'/' | 0))
+}
 
 fn time(cursor: &mut Cursor<'_>) -> Result<Time> {
     let seconds = cursor.svarint()?;
@@ -27,7 +40,7 @@ fn entry<'a>(cursor: &mut Cursor<'a>, root: bool) -> Result<Entry<'a>> {
         return Err(cursor.damaged("a reserved bit is set"));
     }
     let name = if root { cursor.block(0, 0)? } else { cursor.block(1, MAX_NAME)? };
-    if name == b"." || name == b".." || name.iter().any(|byte| matches!(byte, b'/' | 0)) {
+    if !usable(name) {
         return Err(cursor.damaged("a name that no file can have"));
     }
     let mode = cursor.uvarint(u64::from(MAX_MODE))? as u32;
@@ -56,13 +69,16 @@ fn entry<'a>(cursor: &mut Cursor<'a>, root: bool) -> Result<Entry<'a>> {
         }
         3 => {
             let target = cursor.block(1, MAX_TARGET)?;
-            if target.contains(&0) {
-                return Err(cursor.damaged("a target that no symlink can have"));
+            if target.contains(&0) || mode != SYMLINK_MODE {
+                return Err(cursor.damaged("a target or mode that no symlink can have"));
             }
             Body::Symlink { target }
         }
         _ => Body::Fifo,
     };
+    if attrs.is_some() && matches!(body, Body::Symlink { .. } | Body::Fifo) {
+        return Err(cursor.damaged("attributes of neither file nor directory"));
+    }
     if root && !matches!(body, Body::Directory { .. }) {
         return Err(cursor.damaged("a root that is no directory"));
     }
@@ -97,7 +113,7 @@ fn items<'a, T>(
 }
 
 pub fn decode_tree(canonical: &[u8]) -> Result<Tree<'_>> {
-    let mut cursor = Cursor::new(canonical, "directory");
+    let mut cursor = open(Kind::Tree, canonical, "directory")?;
     let level = level(&mut cursor)?;
     if level == 0 {
         let entries = items(&mut cursor, 0, |cursor, last: Option<&Entry<'_>>| {
@@ -110,8 +126,11 @@ pub fn decode_tree(canonical: &[u8]) -> Result<Tree<'_>> {
         return Ok(Tree::Entries(entries));
     }
     let children = items(&mut cursor, 1, |cursor, before: Option<&TreeChild<'_>>| {
-        let weight = cursor.uvarint(u64::MAX)?;
+        let weight = cursor.uvarint(MAX_SIZE)?;
         let last = cursor.block(1, MAX_NAME)?;
+        if weight == 0 || !usable(last) {
+            return Err(cursor.damaged("an empty part, or a name that no file can have"));
+        }
         if before.is_some_and(|before| before.last >= last) {
             return Err(cursor.damaged("names out of order"));
         }
@@ -121,7 +140,7 @@ pub fn decode_tree(canonical: &[u8]) -> Result<Tree<'_>> {
 }
 
 pub fn decode_page(canonical: &[u8]) -> Result<Page> {
-    let mut cursor = Cursor::new(canonical, "list of chunks");
+    let mut cursor = open(Kind::Page, canonical, "list of chunks")?;
     let level = level(&mut cursor)?;
     if level == 0 {
         let extents = items(&mut cursor, 1, |cursor, last: Option<&Extent>| {
@@ -149,10 +168,10 @@ pub fn decode_page(canonical: &[u8]) -> Result<Page> {
 
 /// Extended attributes, sorted by name.
 pub fn decode_attrs(canonical: &[u8]) -> Result<Vec<(&[u8], &[u8])>> {
-    let mut cursor = Cursor::new(canonical, "set of attributes");
+    let mut cursor = open(Kind::Attrs, canonical, "set of attributes")?;
     let mut attributes: Vec<(&[u8], &[u8])> = Vec::new();
     while !cursor.is_empty() {
-        let name = cursor.block(1, MAX_NAME)?;
+        let name = cursor.block(b"user.x".len(), MAX_NAME)?;
         let unsorted = attributes.last().is_some_and(|(last, _)| *last >= name);
         if !name.starts_with(b"user.") || name.contains(&0) || unsorted {
             return Err(cursor.damaged("a name that is not allowed there"));
@@ -174,7 +193,7 @@ pub fn decode_root(bytes: &[u8]) -> Result<Entry<'_>> {
 }
 
 pub fn decode_commit(canonical: &[u8]) -> Result<Commit<'_>> {
-    let mut cursor = Cursor::new(canonical, "commit");
+    let mut cursor = open(Kind::Commit, canonical, "commit")?;
     if cursor.u8()? != 1 {
         return Err(cursor.damaged("an unknown version"));
     }
@@ -183,7 +202,14 @@ pub fn decode_commit(canonical: &[u8]) -> Result<Commit<'_>> {
     if count > MAX_PARENTS {
         return Err(cursor.damaged("too many parents"));
     }
-    let parents = (0..count).map(|_| cursor.array()).collect::<Result<_>>()?;
+    let mut parents: Vec<Id> = Vec::with_capacity(count);
+    for _ in 0..count {
+        let parent = cursor.array()?;
+        if parents.contains(&parent) {
+            return Err(cursor.damaged("a parent twice"));
+        }
+        parents.push(parent);
+    }
     let base = match cursor.u8()? {
         0 => None,
         1 => Some(cursor.array()?),
