@@ -38,7 +38,7 @@ def commit(objects: Objects, id: bytes) -> Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Above:
+class Above:
     """What is known of a page before it is read: its parent's entry, its level, and the last name before it."""
 
     child: Child
@@ -46,7 +46,11 @@ class _Above:
     after: bytes
 
 
-def _open_tree(objects: Objects, id: bytes, above: _Above | None) -> tuple[int, list[Entry] | list[Child]]:
+def open_tree(objects: Objects, id: bytes, above: Above | None) -> tuple[int, list[Entry] | list[Child]]:
+    """Return level and items of one page of a directory; ``above`` is None for its root.
+
+    Raises :class:`StoreDamagedError` when the page is not what is known of it.
+    """
     level, items = decode_tree(objects.read(id, Kind.TREE))
     if above is None:
         return level, items
@@ -71,12 +75,12 @@ def entries(objects: Objects, directory: Entry) -> Iterator[Entry]:
     return _tree(objects, directory.content, None)
 
 
-def _tree(objects: Objects, id: bytes, above: _Above | None) -> Iterator[Entry]:
-    level, items = _open_tree(objects, id, above)
+def _tree(objects: Objects, id: bytes, above: Above | None) -> Iterator[Entry]:
+    level, items = open_tree(objects, id, above)
     after = above.after if above is not None else b""
     for item in items:
         if isinstance(item, Child):
-            yield from _tree(objects, item.id, _Above(item, level - 1, after))
+            yield from _tree(objects, item.id, Above(item, level - 1, after))
             after = item.last
         else:
             yield item
@@ -86,15 +90,15 @@ def lookup(objects: Objects, directory: Entry, name: bytes) -> Entry | None:
     """Return the entry called ``name``, or None; reads one page of each level."""
     assert directory.content is not None, "not a directory"
     id: bytes | None = directory.content
-    above: _Above | None = None
+    above: Above | None = None
     while id is not None:
-        level, items = _open_tree(objects, id, above)
+        level, items = open_tree(objects, id, above)
         after = above.after if above is not None else b""
         id = None
         for item in items:
             if isinstance(item, Child):
                 if name <= item.last:
-                    id, above = item.id, _Above(item, level - 1, after)
+                    id, above = item.id, Above(item, level - 1, after)
                     break
                 after = item.last
             elif item.name == name:
