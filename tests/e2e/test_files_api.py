@@ -141,7 +141,7 @@ def test_a_watch_sees_what_commands_and_the_api_change(server: Served, box: str)
         while wanted:
             told = json.loads(response.readline())
             wanted.discard((told["type"], told.get("path"), told.get("to")))
-        ask(server, "PUT", f"{box}/files?path=d/api", b"x")
-        # Whole or not at all, so it may be told as the move that it is.
-        while "/workspace/d/api" not in ((told := json.loads(response.readline())).get("path"), told.get("to")):
-            pass
+        for kind in ("created", "modified"):
+            ask(server, "PUT", f"{box}/files?path=d/api", b"x" * 100_000)
+            told = json.loads(response.readline())
+            assert told == {"type": kind, "path": "/workspace/d/api", "directory": False}

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::conn::Conn;
 use crate::exec::Objects;
 use crate::memory::Kills;
+use crate::uploads::Replacing;
 use crate::workers::{self, Workers};
 use rustix::net::SocketAddrAny;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -13,6 +14,7 @@ use std::collections::{HashSet, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::{Rc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Notify;
@@ -42,6 +44,7 @@ pub struct Daemon {
     pub scratch: RefCell<Vec<u8>>,
     pub objects: Objects,
     pub kills: Kills,
+    pub replacing: Arc<Replacing>,
     /// Where the daemon listens.
     pub address: SocketAddrAny,
     /// Watches that are going on.
@@ -66,6 +69,7 @@ impl Daemon {
         Ok(Rc::new(Daemon {
             files: Workers::start("files", FILE_THREADS, move || workers::become_user(uid, gid))?,
             archives: Workers::start("archives", ARCHIVE_THREADS, || Ok(()))?,
+            replacing: Arc::default(),
             kills: Kills::new(config.memory_events.clone()),
             config,
             open_files,

@@ -5,20 +5,22 @@
 //! for reading, and the open itself does not block should the file be exchanged in between.
 
 use crate::conn::{Gone, Input, Stream};
-use crate::daemon::{Daemon, fill_random};
+use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::listing::Listing;
 use crate::pack::MapWriter;
 use crate::resolve;
+use crate::uploads::{Number, Replacing, is_unfinished};
 use crate::wire::{HEADER, Kind, MAX_PAYLOAD, header};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RawDir, ResolveFlags, Stat, fstat, fstatfs, openat, openat2, statat,
+    AtFlags, CWD, FileType, Mode, OFlags, RawDir, RenameFlags, ResolveFlags, Stat, fstat, fstatfs, openat,
+    openat2, renameat, renameat_with, statat,
 };
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// How much of a file one job moves.
 const PIECE: usize = 256 << 10;
@@ -160,6 +162,9 @@ fn list_piece(directory: OwnedFd, path: &[u8]) -> Result<(OwnedFd, Vec<Listing>,
             }
             Err(errno) => return Err(errno.into()),
         };
+        if is_unfinished(name, kind_of(&stat)) {
+            continue;
+        }
         let separator: &[u8] = if path == b"/" { b"" } else { b"/" };
         let full = [path, separator, name].concat();
         Listing::add(&mut frames, &entry(name, &full, &stat));
@@ -276,7 +281,8 @@ fn read_frames(
 /// A file on its way to its place. Dropped before it is there, it is removed.
 struct Upload {
     target: resolve::Target,
-    temporary: Vec<u8>,
+    number: Number,
+    replacing: Arc<Replacing>,
     file: OwnedFd,
     placed: bool,
 }
@@ -284,14 +290,15 @@ struct Upload {
 impl Drop for Upload {
     fn drop(&mut self) {
         if !self.placed {
-            let _ = rustix::fs::unlinkat(&self.target.parent, &self.temporary[..], AtFlags::empty());
+            let _ = rustix::fs::unlinkat(&self.target.parent, self.number.name(), AtFlags::empty());
         }
     }
 }
 
 pub async fn write(daemon: &Daemon, stream: &Rc<Stream>, path: Vec<u8>, mode: u32) -> Answer {
     let (workspace, to) = (daemon.config.workspace.clone(), path.clone());
-    let mut upload = daemon.files.run(move || Upload::begin(&workspace, &to)).await?;
+    let replacing = daemon.replacing.clone();
+    let mut upload = daemon.files.run(move || Upload::begin(&workspace, &to, replacing)).await?;
     let mut ended = false;
     while !ended {
         let mut parts = Vec::new();
@@ -342,24 +349,36 @@ pub fn write_all(file: &OwnedFd, mut bytes: &[u8]) -> Result<(), Failure> {
 }
 
 impl Upload {
-    fn begin(workspace: &[u8], path: &[u8]) -> Result<Upload, Failure> {
+    fn begin(workspace: &[u8], path: &[u8], replacing: Arc<Replacing>) -> Result<Upload, Failure> {
         let target = resolve::target(workspace, path)?;
-        let mut random = [0u8; 8];
-        fill_random(&mut random)?;
-        let temporary = format!(".asb-{:016x}.tmp", u64::from_ne_bytes(random)).into_bytes();
+        let number = Number::fresh()?;
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = openat(&target.parent, &temporary[..], flags, Mode::RUSR | Mode::WUSR)?;
-        Ok(Upload { target, temporary, file, placed: false })
+        let file = openat(&target.parent, number.name(), flags, Mode::RUSR | Mode::WUSR)?;
+        Ok(Upload { target, number, replacing, file, placed: false })
     }
 
     /// The mode comes after the bytes, since a write takes setuid away.
     fn finish(mut self, mode: u32) -> Result<Stat, Failure> {
         rustix::fs::fchmod(&self.file, Mode::from_raw_mode(mode))?;
         rustix::fs::fsync(&self.file)?;
-        let (parent, name) = (&self.target.parent, &self.target.name[..]);
-        rustix::fs::renameat(parent, &self.temporary[..], parent, name)?;
+        self.place()?;
         self.placed = true;
         Ok(fstat(&self.file)?)
+    }
+
+    fn place(&self) -> rustix::io::Result<()> {
+        let (parent, name) = (&self.target.parent, &self.target.name[..]);
+        let unfinished = &self.number.name()[..];
+        match renameat_with(parent, unfinished, parent, name, RenameFlags::NOREPLACE) {
+            // Not every system, and not every file system, knows the flag.
+            Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
+                if statat(parent, name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+                    self.replacing.note(self.number);
+                }
+                renameat(parent, unfinished, parent, name)
+            }
+            result => result,
+        }
     }
 }
 

@@ -31,6 +31,7 @@ mod tarsink;
 #[cfg(test)]
 mod tartests;
 mod tree;
+mod uploads;
 mod watch;
 mod watchtree;
 mod wire;

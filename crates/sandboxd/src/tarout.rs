@@ -13,6 +13,7 @@
 use crate::errors::{Code, Failure};
 use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
 use crate::tarsink::{Out, Stop, extents, sparse_map};
+use crate::uploads::is_unfinished;
 use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, RawDir, Stat, fgetxattr, flistxattr, fstat, openat, readlinkat, statat,
 };
@@ -195,6 +196,7 @@ impl Walk {
             return Ok(());
         };
         match statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) if is_unfinished(&name, FileType::from_raw_mode(stat.st_mode)) => Ok(()),
             Ok(stat) => self.entry(&name, &stat),
             Err(errno) => self.unreadable(errno),
         }

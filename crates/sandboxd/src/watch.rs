@@ -97,8 +97,8 @@ async fn follow(
     // SAFETY: the descriptor stays open and the same as long as its Arc, which the AsyncFd owns a share of.
     let events = unsafe { AsyncFd::register_with_interest(descriptor.clone(), Interest::READABLE) }
         .map_err(|error| Failure::new(Code::Exhausted, error.to_string()))?;
-    let inotify = descriptor.clone();
-    let mut tree = daemon.files.run(move || Tree::new(inotify, path, recursive)).await?;
+    let (inotify, replacing) = (descriptor.clone(), daemon.replacing.clone());
+    let mut tree = daemon.files.run(move || Tree::new(inotify, path, recursive, replacing)).await?;
     loop {
         let (back, more) = daemon
             .files

@@ -9,12 +9,15 @@
 //! already on its way would report it twice: names found by reading are remembered until the kernel's queue has
 //! been empty once, and such an event is dropped.
 //!
+//! A file that is being uploaded has no events but its last: it appears under its own name, or takes that of another.
+//!
 //! A move is two events with one cookie. The first waits for the second a moment; alone it is a removal, and the
 //! second alone a creation.
 
 use crate::errors::{Code, Failure};
 use crate::fsops;
 use crate::pack::MapWriter;
+use crate::uploads::{Replacing, is_unfinished};
 use rustix::fs::inotify::{ReadFlags, WatchFlags};
 use rustix::fs::{FileType, Mode, OFlags, RawDir, fstat, openat, statat};
 use rustix::io::Errno;
@@ -65,12 +68,15 @@ struct Half {
     cookie: u32,
     from: (i32, Vec<u8>),
     directory: bool,
+    /// The name that it had is nobody's business.
+    unfinished: bool,
     /// It has waited for a turn already.
     old: bool,
 }
 
 pub struct Tree {
     inotify: Arc<OwnedFd>,
+    replacing: Arc<Replacing>,
     /// Device and number of the root. It is not held open: the kernel tells of a directory's end only when nobody
     /// holds it.
     root: (u64, u64),
@@ -88,7 +94,12 @@ pub struct Tree {
 
 impl Tree {
     /// Watch a directory. What is below it is added by [`Tree::grow`].
-    pub fn new(inotify: Arc<OwnedFd>, mut path: Vec<u8>, recursive: bool) -> Result<Tree, Failure> {
+    pub fn new(
+        inotify: Arc<OwnedFd>,
+        mut path: Vec<u8>,
+        recursive: bool,
+        replacing: Arc<Replacing>,
+    ) -> Result<Tree, Failure> {
         while path.len() > 1 && path.ends_with(b"/") {
             path.pop();
         }
@@ -97,6 +108,7 @@ impl Tree {
         let root_watch = add(&inotify, &root)?;
         let mut tree = Tree {
             inotify,
+            replacing,
             root: (stat.st_dev, stat.st_ino),
             root_watch,
             path,
@@ -246,6 +258,9 @@ impl Tree {
                 }
                 kind => kind,
             };
+            if is_unfinished(name, kind) {
+                continue;
+            }
             if report && !self.found.contains(&(watch, name.to_vec())) {
                 if self.found.len() < MAX_FOUND {
                     self.found.insert((watch, name.to_vec()));
@@ -276,7 +291,7 @@ impl Tree {
 
     /// A move out of what is watched.
     fn drop_half(&mut self) {
-        if let Some(half) = self.halves.pop_front() {
+        if let Some(half) = self.halves.pop_front().filter(|half| !half.unfinished) {
             self.report("removed", (half.from.0, &half.from.1), None, half.directory);
             if let Some(&watch) = self.by_place.get(&half.from) {
                 self.release(watch);
@@ -326,6 +341,12 @@ impl Tree {
             return Ok(());
         }
         let directory = flags.contains(ReadFlags::ISDIR);
+        // What else may have such a name (a pipe, a link) the event does not tell apart.
+        let kind = if directory { FileType::Directory } else { FileType::RegularFile };
+        let unfinished = is_unfinished(&name, kind);
+        if unfinished && !flags.intersects(ReadFlags::MOVED_FROM | ReadFlags::MOVED_TO) {
+            return Ok(());
+        }
         if flags.contains(ReadFlags::CREATE) {
             if !self.found.remove(&(watch, name.clone())) {
                 self.report("created", (watch, &name), None, directory);
@@ -339,9 +360,9 @@ impl Tree {
             if self.halves.len() >= MAX_HALVES {
                 self.drop_half();
             }
-            self.halves.push_back(Half { cookie, from: (watch, name), directory, old: false });
+            self.halves.push_back(Half { cookie, from: (watch, name), directory, unfinished, old: false });
         } else if flags.contains(ReadFlags::MOVED_TO) {
-            self.moved(cookie, watch, name, directory);
+            self.moved(cookie, watch, name, directory, unfinished);
         } else if flags.intersects(ReadFlags::MODIFY | ReadFlags::ATTRIB) {
             self.report("modified", (watch, &name), None, directory);
         }
@@ -354,15 +375,30 @@ impl Tree {
         }
     }
 
-    fn moved(&mut self, cookie: u32, watch: i32, name: Vec<u8>, directory: bool) {
+    fn moved(&mut self, cookie: u32, watch: i32, name: Vec<u8>, directory: bool, unfinished: bool) {
         let half = self.halves.iter().position(|half| half.cookie == cookie);
         let known = self.found.remove(&(watch, name.clone()));
-        let Some(half) = half.and_then(|at| self.halves.remove(at)) else {
+        let half = half.and_then(|at| self.halves.remove(at));
+        if unfinished {
+            // Somebody gave a file of theirs such a name: it is as good as gone.
+            if let Some(half) = half.filter(|half| !half.unfinished) {
+                self.report("removed", (half.from.0, &half.from.1), None, directory);
+            }
+            return;
+        }
+        let Some(half) = half else {
             if !known {
                 self.report("created", (watch, &name), None, directory);
             }
             return self.appeared(watch, name, directory);
         };
+        if half.unfinished {
+            if !known {
+                let change = self.replacing.change(&half.from.1);
+                self.report(change, (watch, &name), None, directory);
+            }
+            return;
+        }
         self.report("moved", (half.from.0, &half.from.1), Some((watch, &name)), directory);
         match self.by_place.get(&half.from).copied() {
             Some(moved) if directory => self.put(moved, watch, name),

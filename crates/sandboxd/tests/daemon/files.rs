@@ -1,6 +1,7 @@
 //! Files and archives over the wire.
 
-use crate::client::{Args, Client, Host, Item, entries, path};
+use crate::client::{Args, Client, Host, Item, entries, path, until};
+use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::time::Duration;
@@ -39,6 +40,43 @@ fn a_file_there_and_back() {
     let end = client.put("fs.write", &path(host.at("suid")).uint("mode", 0o4755), b"");
     assert_eq!(end.get("entry").unwrap().int("mode"), Some(0o4755));
     assert_eq!(temporaries(&host), 0);
+}
+
+#[test]
+fn an_upload_under_way_is_in_no_listing_and_no_archive() {
+    let host = Host::start();
+    let mut client = host.connect();
+    assert_eq!(write(&mut client, host.at("whole"), b"1").error(), "");
+    // Names that only look like the daemon's are somebody's own.
+    for own in [".asb-x.tmp", ".asb-00000000000000AF.tmp", ".asb-0123456789abcdef0.tmp"] {
+        fs::write(host.file(own), b"").unwrap();
+    }
+    fs::create_dir(host.file(".asb-0123456789abcdef.tmp")).unwrap();
+    let id = client.open("fs.write", &path(host.at("half")).uint("mode", 0o644));
+    assert!(client.upload(id, 0, b"some"));
+    until("the upload has begun", || temporaries(&host) == 5);
+    let expected: HashSet<&[u8]> = [
+        &b"whole"[..],
+        b".asb-x.tmp",
+        b".asb-00000000000000AF.tmp",
+        b".asb-0123456789abcdef0.tmp",
+        b".asb-0123456789abcdef.tmp",
+    ]
+    .into();
+    let done = client.call("fs.list", &path(host.at("")));
+    assert_eq!(done.end.int("count"), Some(5));
+    let listed = entries(&done.out);
+    let names = listed.iter().map(|entry| match entry.get("name") {
+        Some(Item::Bin(name)) => &name[..],
+        other => panic!("{other:?}"),
+    });
+    assert_eq!(names.collect::<HashSet<_>>(), expected);
+    let done = client.call("tar.export", &path(host.at("")).uint("max_bytes", 1_000));
+    assert_eq!((done.end.int("entries"), done.end.int("skipped_total")), (Some(6), Some(0)));
+    assert_eq!(temporaries(&host), 5, "it was there all the time");
+    client.eof(id);
+    assert_eq!(client.finish(id).end.error(), "");
+    assert_eq!(client.call("fs.list", &path(host.at(""))).end.int("count"), Some(6));
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! What a watch says about a changing tree.
 
-use crate::client::{Args, Client, Host, Item, Raise, entries, path};
+use crate::client::{Args, Client, Host, Item, Raise, entries, path, until};
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -90,6 +90,38 @@ fn every_kind_of_change_is_told() {
     assert!(!watch.seen.iter().any(|change| change.1.contains("unseen")));
     client.reset(watch.id);
     assert_eq!(client.call("sys.info", &Args::new()).end.error(), "");
+}
+
+#[test]
+fn an_upload_is_seen_under_its_own_name_alone() {
+    let host = Host::start();
+    let mut client = host.connect();
+    fs::write(host.file("old"), b"before").unwrap();
+    let mut watch = Watch::start(&mut client, &host, "", true);
+    let write = |client: &mut Client, name: &str, bytes: &[u8]| {
+        let end = client.put("fs.write", &path(host.at(name)).uint("mode", 0o600), bytes);
+        assert_eq!(end.error(), "", "{name}");
+    };
+    write(&mut client, "new", b"one");
+    write(&mut client, "new", b"two");
+    write(&mut client, "old", &[7; 300_000]);
+    write(&mut client, "dir/deep", b"");
+    // One that is given up on the way was never there.
+    let id = client.open("fs.write", &path(host.at("given-up")).uint("mode", 0o644));
+    assert!(client.upload(id, 0, b"some"));
+    until("the upload has begun", || fs::read_dir(host.file("")).unwrap().count() > 3);
+    client.reset(id);
+    until("the upload has gone", || fs::read_dir(host.file("")).unwrap().count() == 3);
+    fs::rename(host.file("new"), host.file("moved")).unwrap();
+    watch.until(&mut client, &host, "moved");
+    let seen: Vec<_> = watch.seen.iter().map(|(kind, path, to)| (&kind[..], &path[..], &to[..])).collect();
+    let (first, last) = seen.split_at(3);
+    assert_eq!(first, [("created", "new", ""), ("modified", "new", ""), ("modified", "old", "")]);
+    assert_eq!(
+        last,
+        [("created", "dir", ""), ("created", "dir/deep", ""), ("moved", "new", "moved")],
+        "in {seen:?}"
+    );
 }
 
 #[test]
