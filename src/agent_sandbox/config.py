@@ -68,6 +68,12 @@ class Settings:
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
     allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")
     max_sandboxes: int = _setting(20, "Sandboxes alive at once.", low=1, high=100_000)
+    min_free_mb: int = _setting(
+        512,
+        "Free space of the data directory's disk, MiB, below which no sandbox is created; 0: none. Those that run need "
+        "it: their file systems turn read-only on a full disk.",
+        low=0,
+    )
     default_timeout_seconds: int = _setting(900, "Time to live of a sandbox that asks for none.", low=1)
     max_timeout_seconds: int = _setting(86400, "Longest time to live.", low=1)
     default_cpus: float = _setting(1.0, "Cores of a sandbox.", low=0.01)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import re
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -156,6 +157,31 @@ async def test_the_quota_counts_what_lives_and_what_is_being_made(tmp_path: Path
             await manager.create(CreateOptions())
         await manager.destroy(records[0].id)
         await manager.create(CreateOptions())
+
+
+async def test_nothing_is_made_while_the_disk_has_less_free_than_the_floor(tmp_path: Path) -> None:
+    floor = shutil.disk_usage(tmp_path).total >> 20  # more than can be free
+    async with serving(tmp_path / "data", min_free_mb=0) as server:
+        old = await server.manager.create(CreateOptions(timeout_seconds=60))
+        snapshot = await server.manager.snapshot(old.id)
+        await server.crash()
+        server.settings = dataclasses.replace(server.settings, min_free_mb=floor + 1)
+        manager = await server.start()
+        server.wire.calls.clear()
+        for refused in (manager.create(CreateOptions()), manager.fork(snapshot.id, ForkOptions())):
+            with pytest.raises(LimitExceededError, match="AGENT_SANDBOX_MIN_FREE_MB") as caught:
+                await refused
+            assert caught.value.details["min_free_mb"] == floor + 1
+            assert 0 <= caught.value.details["free_mb"] <= floor
+        assert "create" not in {method for method, _ in server.wire.calls}
+        assert [record.id for record in await manager.list_sandboxes()] == [old.id]
+        # What lives goes on, and can be rolled back; what has expired is removed at once, to make room.
+        await manager.rollback(old.id, snapshot.id)
+        server.clock.now += 61
+        with pytest.raises(LimitExceededError):
+            await manager.create(CreateOptions())
+        await manager.settle()
+        assert await server.fake.list_ids() == []
 
 
 async def test_a_failed_creation_gives_its_place_back(tmp_path: Path) -> None:

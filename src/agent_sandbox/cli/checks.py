@@ -18,7 +18,7 @@ OLDEST_KERNEL = (5, 6)
 OLDEST_RUNC = (1, 1)
 """The oldest that this project is tested with."""
 _SHARED = "without, sandboxes share one user id of the host"
-LOW_DISK_BYTES, NO_DISK_BYTES = 5 << 30, 256 << 20
+LOW_DISK_BYTES = 5 << 30
 CONTROLLERS = ("cpu", "memory", "pids")
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6, "CAP_CHOWN": 0, "CAP_MKNOD": 27}
 
@@ -42,6 +42,7 @@ class Probe:
     kvm: Literal["absent", "no access", "usable"] = "absent"
     docker: str = ""
     disk_free_bytes: int = 0
+    min_free_mb: int = 512
     sandboxd: str = ""
     sandboxd_error: str = ""
     data_dir: str = ""
@@ -190,11 +191,15 @@ def docker(probe: Probe) -> Finding:
 
 def disk(probe: Probe) -> Finding:
     """Room for workspaces and snapshots."""
-    text = f"{probe.disk_free_bytes / (1 << 30):.1f} GiB free for {probe.data_dir}"
-    if probe.disk_free_bytes < NO_DISK_BYTES:
-        return Finding("disk", "fail", text, "free some space, or set AGENT_SANDBOX_DATA_DIR to a larger disk")
+    text = f"{probe.disk_free_bytes >> 20} MiB free for {probe.data_dir}"
+    if probe.min_free_mb:
+        text += f"; no sandbox is made below {probe.min_free_mb} MiB"
+    if probe.disk_free_bytes < probe.min_free_mb << 20:
+        remedy = "free some space, or set AGENT_SANDBOX_DATA_DIR to a larger disk, or AGENT_SANDBOX_MIN_FREE_MB lower"
+        return Finding("disk", "fail", text, remedy)
     if probe.disk_free_bytes < LOW_DISK_BYTES:
-        return Finding("disk", "warn", text, "a sandbox may use up to DEFAULT_DISK_MB; free some space")
+        remedy = "a sandbox may use up to AGENT_SANDBOX_DEFAULT_DISK_MB; free some space"
+        return Finding("disk", "warn", text, remedy)
     return Finding("disk", "ok", text)
 
 

@@ -73,6 +73,7 @@ def gather(settings: Settings) -> checks.Probe:
         kvm=_kvm(),
         docker=_tool("docker", "--version"),
         disk_free_bytes=_disk_free(data_dir),
+        min_free_mb=settings.min_free_mb,
         sandboxd=sandboxd,
         sandboxd_error=problem,
         data_dir=os.fspath(data_dir),

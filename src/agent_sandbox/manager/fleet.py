@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -241,10 +242,24 @@ class Fleet:
     # Quota
 
     async def make_room(self) -> None:
-        """Where the quota is used up, remove expired sandboxes now instead of on the next sweep."""
-        if self._is_full():
+        """Where the quota or the disk is used up, remove expired sandboxes now instead of on the next sweep.
+
+        :class:`LimitExceededError` when the disk still has less free than its floor.
+        """
+        if self._is_full() or await self._free_mb() < self.settings.min_free_mb:
             expired = [entry for entry in self.entries.values() if entry.expired]
             await asyncio.gather(*(asyncio.shield(self.begin_destroy(e)) for e in expired), return_exceptions=True)
+        floor, free = self.settings.min_free_mb, await self._free_mb()
+        if free < floor:
+            raise LimitExceededError(
+                f"the server's disk has {free} MiB free and keeps {floor} (AGENT_SANDBOX_MIN_FREE_MB) for what runs; "
+                "remove snapshots, images or sandboxes, or use a larger disk for AGENT_SANDBOX_DATA_DIR",
+                details={"free_mb": free, "min_free_mb": floor},
+            )
+
+    async def _free_mb(self) -> int:
+        state = await asyncio.to_thread(os.statvfs, self.settings.data_dir)
+        return state.f_bavail * state.f_frsize >> 20
 
     def reserve(self, record: SandboxRecord) -> Entry:
         """Take a place for a new sandbox. :class:`LimitExceededError`. No await between the check and the place."""

@@ -81,7 +81,8 @@ class Manager(Commands, Files):
         """Create a sandbox and return when commands can run in it.
 
         :class:`InvalidRequestError`, :class:`ForbiddenError`, :class:`UnsupportedError`, :class:`NotFoundError`
-        (image); :class:`LimitExceededError` above MAX_SANDBOXES. On failure and cancellation nothing is left.
+        (image); :class:`LimitExceededError` above MAX_SANDBOXES, or with less than MIN_FREE_MB of disk free. On failure
+        and cancellation nothing is left.
         """
         with self._active():
             known = {name: backend.capabilities for name, backend in self._fleet.backends.items()}
