@@ -29,6 +29,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
+from agent_sandbox.manager.clock import SteadyClock
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
@@ -48,14 +49,16 @@ _PING_SECONDS = 5.0
 class Manager(Commands, Files):
     """Owns every sandbox and snapshot of one DATA_DIR. The first backend is the default.
 
-    Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch.
+    Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch; by
+    default it takes no notice of steps of the host's clock.
     Every method raises :class:`~agent_sandbox.errors.SandboxError` only; an unknown or expired id is a
     :class:`~agent_sandbox.errors.NotFoundError`.
     """
 
     def __init__(
-        self, settings: Settings, backends: Mapping[str, Backend], *, clock: Callable[[], float] = time.time
+        self, settings: Settings, backends: Mapping[str, Backend], *, clock: Callable[[], float] | None = None
     ) -> None:
+        clock = clock or SteadyClock()
         super().__init__(settings, backends, clock)
         self.replies = Idempotency(self._fleet.state, clock)
 
