@@ -8,8 +8,6 @@ The rules
 * One connection reads and one writes, each behind its own mutex: readers see the last committed state and never wait
   for a writer. Transactions begin ``IMMEDIATE``: two writers wait for each other instead of failing half-way.
 * Rows of objects go in sorted by id, so that a large transaction touches each page once.
-* Pages are 1 KiB, not 4: ids are random, so the first commits after a large import each split a full page, and a
-  commit of five objects rewrites five pages. Sixteen such commits grow the index by about 55 KiB instead of 100.
 * What SQLite says is translated in :func:`translated`; nothing above sees an ``sqlite3.Error``.
 * Numbers of packs are never used again (``AUTOINCREMENT``): a process may still hold the old one open.
 
@@ -35,9 +33,9 @@ from agent_sandbox.store.records import MIN_HEADER, PACK_HEADER
 
 APPLICATION_ID = 0x41534253  # "ASBS"
 VERSION = 1
-PAGE_BYTES = 1_024
+PAGE_BYTES = 4_096
 _CACHE_KIB = 16_384
-_WAL_PAGES = 4_096
+_WAL_PAGES = 1_024
 """Pages in the WAL after which SQLite writes them back: 4 MiB."""
 _BATCHES = (1, 16, 128, 512)
 """Numbers of ids in one query: few shapes, so that each is prepared once."""
