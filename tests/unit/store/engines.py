@@ -1,0 +1,82 @@
+"""The engines under test, and the few lines that every test of them needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent_sandbox.store.objects import Entry
+from agent_sandbox.store.ports import Captured, Engine, Options, Progress
+from agent_sandbox.store.reference import ReferenceEngine
+from tests.unit.store.memory import MemoryObjects
+
+ENGINES: list[Engine] = [ReferenceEngine()]
+"""Each engine must pass every test that takes one; a test that takes two lets one read what the other wrote."""
+
+each_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: type(engine).__name__)
+each_pair = pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(one, two) for one in ENGINES for two in ENGINES],
+    ids=lambda engine: type(engine).__name__,
+)
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[int]:
+    """Open a directory."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def capture(
+    engine: Engine,
+    directory: Path,
+    store: MemoryObjects,
+    *,
+    base: Entry | None = None,
+    cache: Path | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> Captured:
+    """Capture a directory into ``store``, whose records are then on disk."""
+    with opened(directory) as fd:
+        captured = engine.capture(
+            fd, store, store, base=base, cache=cache, options=options or Options(), progress=progress
+        )
+    store.seal()
+    return captured
+
+
+def checkout(
+    engine: Engine,
+    root: Entry,
+    directory: Path,
+    store: MemoryObjects,
+    *,
+    options: Options | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Lay a state out under a new directory."""
+    directory.mkdir()
+    with opened(directory) as fd:
+        engine.checkout(root, fd, store, options=options or Options(), progress=progress)
+
+
+def difference(engine: Engine, old: Entry, new: Entry, directory: Path, store: MemoryObjects) -> None:
+    """Lay the overlay layer between two states out under a new directory."""
+    directory.mkdir()
+    with opened(directory) as fd:
+        engine.difference(old, new, fd, store)
+
+
+def memory(place: Path) -> MemoryObjects:
+    """Return an empty object database with its pack under ``place``."""
+    (place / "packs").mkdir()
+    return MemoryObjects(place / "packs")
