@@ -88,6 +88,11 @@ BY_CODE: Mapping[str, type[SandboxAPIError]] = {
             errors.PayloadTooLargeError,
             errors.LimitExceededError,
             errors.BackendError,
+            errors.StoreError,
+            errors.StoreDamagedError,
+            errors.StoreVersionError,
+            errors.StoreBusyError,
+            errors.StoreFullError,
         )
     },
 }
