@@ -12,6 +12,7 @@ import pytest
 
 from agent_sandbox import __version__
 from agent_sandbox.cli.app import main
+from agent_sandbox.installing import remedy
 
 COMMANDS = [
     *("quickstart", "run", "exec", "shell", "execs", "logs", "kill", "create", "ls", "inspect", "stats", "start"),
@@ -106,7 +107,7 @@ def test_a_missing_extra_is_one_line_with_the_remedy(module: str, extra: str) ->
         assert done.returncode == 0  # what the command does not need does not matter
         return
     assert done.returncode == 2
-    assert done.stderr == f"agent-sandbox: {module} is not installed: pip install 'agent-sandbox[{extra}]'\n"
+    assert done.stderr == f"agent-sandbox: {module} is not installed: {remedy(extra)}\n"
 
 
 def test_help_loads_neither_the_client_nor_the_server() -> None:

@@ -324,7 +324,7 @@ async def test_stop_and_start_keep_the_workspace_and_nothing_else(server: Server
         manager.snapshot(sandbox.id),
         manager.stats(sandbox.id),
     ):
-        with pytest.raises(ConflictError, match="is stopped; start it"):
+        with pytest.raises(ConflictError, match="is stopped and keeps its workspace; start it: agent-sandbox start sb"):
             await call
     assert (await manager.set_timeout(sandbox.id, 200)).expires_at == server.clock.now + 200
     assert (await manager.start_sandbox(sandbox.id)).running
@@ -359,7 +359,7 @@ async def test_an_environment_that_died_is_stopped_and_says_so(server: Server, s
     await server.fake.kill_guest(sandbox.env_id)
     with pytest.raises(BackendError):
         await running  # what became of it is not known
-    with pytest.raises(ConflictError, match="is stopped; start it"):
+    with pytest.raises(ConflictError, match="is stopped and keeps its workspace; start it: agent-sandbox start sb"):
         await manager.read_file(sandbox.id, "kept")
     await manager.start_sandbox(sandbox.id)
     assert await manager.read_file(sandbox.id, "kept") == b"here"

@@ -20,6 +20,8 @@ def main() -> None:
         if missing not in _EXTRAS:
             raise
         extra = "cli" if missing in {"typer", "rich"} else "server"
-        print(f"agent-sandbox: {missing} is not installed: pip install 'agent-sandbox[{extra}]'", file=sys.stderr)
+        from agent_sandbox.installing import remedy
+
+        print(f"agent-sandbox: {missing} is not installed: {remedy(extra)}", file=sys.stderr)
         code = 2
     sys.exit(code)

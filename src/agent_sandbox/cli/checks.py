@@ -45,6 +45,7 @@ class Probe:
     min_free_mb: int = 512
     sandboxd: str = ""
     sandboxd_error: str = ""
+    installs_sandboxd: str = "pip install 'agent-sandbox[server]'"
     data_dir: str = ""
     data_dir_mode: int | None = None
     data_dir_uid: int | None = None
@@ -207,9 +208,7 @@ def daemon(probe: Probe) -> Finding:
     """The sandboxd binary."""
     if probe.sandboxd:
         return Finding("sandboxd", "ok", probe.sandboxd)
-    return Finding(
-        "sandboxd", "fail", probe.sandboxd_error, "pip install agent-sandbox-engine (in a checkout: make setup)"
-    )
+    return Finding("sandboxd", "fail", probe.sandboxd_error, probe.installs_sandboxd)
 
 
 def data_directory(probe: Probe) -> Finding:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import typer
 
+from agent_sandbox import installing
 from agent_sandbox.cli import checks, exit_codes, options, output
 from agent_sandbox.config import Settings, load_settings
 
@@ -76,6 +77,7 @@ def gather(settings: Settings) -> checks.Probe:
         min_free_mb=settings.min_free_mb,
         sandboxd=sandboxd,
         sandboxd_error=problem,
+        installs_sandboxd=installing.remedy("server"),
         data_dir=os.fspath(data_dir),
         data_dir_mode=None if found is None else found.st_mode & 0o7777,
         data_dir_uid=None if found is None else found.st_uid,

@@ -62,7 +62,7 @@ def socket_path(data_dir: Path, environ: Mapping[str, str] | None = None) -> Pat
         path = Path(runtime) / "agent-sandbox" / "server.sock"
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         raise InvalidRequestError(
-            f"the socket path {path} is longer than {SOCKET_PATH_BYTES} bytes: use a shorter DATA_DIR"
+            f"the socket path {path} is longer than {SOCKET_PATH_BYTES} bytes: use a shorter AGENT_SANDBOX_DATA_DIR"
         )
     return path
 

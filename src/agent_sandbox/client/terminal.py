@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from agent_sandbox import models
+from agent_sandbox import installing, models
 from agent_sandbox.client import exec_requests
 from agent_sandbox.client.call import as_object
 from agent_sandbox.client.errors import ReplyLostError, ServerUnreachableError, from_reply
@@ -115,7 +115,7 @@ def needs_extra(error: ModuleNotFoundError) -> InvalidRequestError:
     """The error for an installation without the extra."""
     if (error.name or "").partition(".")[0] != "websockets":
         raise error
-    return InvalidRequestError("terminals need websockets: pip install 'agent-sandbox[terminal]'")
+    return InvalidRequestError(f"terminals need websockets: {installing.remedy('terminal')}")
 
 
 class Terminal:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from agent_sandbox import installing
 from agent_sandbox.errors import InvalidRequestError
 from agent_sandbox.images.confined import Meta, TreeWriter
 
@@ -192,7 +193,7 @@ def open_zstd(raw: IO[bytes]) -> IO[bytes]:
     try:
         import zstandard
     except ImportError as error:
-        raise InvalidRequestError("reading zstd archives needs: pip install 'agent-sandbox[server]'") from error
+        raise InvalidRequestError(f"reading zstd archives needs: {installing.remedy('server')}") from error
 
     class Reader:
         def __init__(self) -> None:

@@ -47,7 +47,10 @@ class Life(NamedTuple):
 
 def stopped(id: str) -> ConflictError:
     """Say that a sandbox is stopped, with the remedy."""
-    return ConflictError(f"sandbox {id} is stopped; start it: its workspace is kept")
+    return ConflictError(
+        f"sandbox {id} is stopped and keeps its workspace; start it: agent-sandbox start {id}, or POST"
+        f" /v1/sandboxes/{id}/start"
+    )
 
 
 class Entry:

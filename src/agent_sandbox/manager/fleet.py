@@ -135,7 +135,7 @@ class Fleet:
     def backend(self, name: str) -> Backend:
         """Give a backend that is up. :class:`BackendError` says why it is not."""
         if name not in self.backends:
-            raise BackendError(f"backend {name!r} is not configured in this server; add it to BACKENDS")
+            raise BackendError(f"backend {name!r} is not configured in this server; add it to AGENT_SANDBOX_BACKENDS")
         if name in self._down:
             raise BackendError(f"backend {name!r} is down: {self._down[name]}")
         return self.backends[name]
@@ -266,7 +266,9 @@ class Fleet:
         self._require_open()
         if self._is_full():
             limit = self.settings.max_sandboxes
-            raise LimitExceededError(f"there are {limit} sandboxes already, which is MAX_SANDBOXES; destroy one")
+            raise LimitExceededError(
+                f"there are {limit} sandboxes already, which is AGENT_SANDBOX_MAX_SANDBOXES; destroy one"
+            )
         entry = Entry(record, 1, self.clock)
         self.entries[record.id] = entry
         return entry

@@ -205,10 +205,12 @@ def _checked(
     if not encode_text(spec.image, "image"):
         raise InvalidRequestError("image is empty", details={"field": "image"})
     if not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.allowed_images):
-        raise ForbiddenError(f"image {spec.image!r} is not allowed here; ALLOWED_IMAGES says which are")
+        raise ForbiddenError(f"image {spec.image!r} is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are")
     if spec.network != "none":
         if not settings.allow_network:
-            raise ForbiddenError("network is not allowed here; the operator sets ALLOW_NETWORK=true to allow it")
+            raise ForbiddenError(
+                "network is not allowed here; the operator sets AGENT_SANDBOX_ALLOW_NETWORK=true to allow it"
+            )
         if spec.network not in capabilities.network:
             raise UnsupportedError("network", backend, capabilities.notes.get("network", ""))
     for limit, is_asked in asked.items():

@@ -136,7 +136,8 @@ class DataLock:
             holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(fd)
             raise ConflictError(
-                f"another server (process {holder}) uses {self._path.parent}; stop it or choose another DATA_DIR"
+                f"another server (process {holder}) uses {self._path.parent}; stop it, or choose another"
+                " AGENT_SANDBOX_DATA_DIR"
             ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -303,7 +304,7 @@ class StateStore:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if magic != APPLICATION_ID and (magic or version or tables):
-            raise ConflictError(f"{self._path} is not a state of agent-sandbox; choose another DATA_DIR")
+            raise ConflictError(f"{self._path} is not a state of agent-sandbox; choose another AGENT_SANDBOX_DATA_DIR")
         if version > len(MIGRATIONS):
             raise ConflictError(
                 f"{self._path} was written by a newer agent-sandbox (schema {version}, this one knows"

@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from agent_sandbox import installing
 from agent_sandbox.errors import BackendError
 from agent_sandbox.types import Capabilities, LimitName
 
@@ -34,7 +35,7 @@ def find_sandboxd(configured: str) -> Path:
             path = Path(importlib.import_module("agent_sandbox_engine").sandboxd_path())
         except (ImportError, FileNotFoundError) as error:
             raise BackendError(
-                "the sandboxd binary is missing; install it with: pip install 'agent-sandbox[server]', "
+                f"the sandboxd binary is missing; install it with: {installing.remedy('server')}, "
                 "or name one in AGENT_SANDBOX_SANDBOXD"
             ) from error
     if not path.is_file() or not os.access(path, os.X_OK):
