@@ -9,6 +9,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,14 @@ async def test_nobody_there_says_what_to_do(tmp_path: Path, kind: str) -> None:
     for url in (f"http://127.0.0.1:{free_port()}", f"unix://{tmp_path}/nothing"):
         async with open_client(kind, url, KEY) as client:
             for call in (client.health, client.create):
-                with pytest.raises(ServerUnreachableError, match="agent-sandbox serve"):
+                with pytest.raises(ServerUnreachableError, match="agent-sandbox serve") as caught:
                     await call()
+                shown = "".join(traceback.format_exception(caught.value))
+                assert (shown.count("Traceback"), "httpx." in shown, "httpcore" in shown) == (1, False, False)
+                assert shown.splitlines()[-1].endswith(caught.value.message)
+            with pytest.raises(ServerUnreachableError, match="agent-sandbox serve") as caught:
+                await sandbox_of(client).terminal()
+            assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
     gc.collect()
 
 

@@ -22,6 +22,8 @@ from typing import Any
 from agent_sandbox import errors
 from agent_sandbox.errors import SandboxError
 
+URL_VARIABLE = "AGENT_SANDBOX_URL"
+
 MAX_UNSHAPED_TEXT = 500
 """Characters quoted from a reply that has not the error shape, such as a proxy's page."""
 
@@ -51,6 +53,14 @@ class ServerUnreachableError(TransportError):
     """Nobody answers at the address; nothing was done."""
 
     code = "unreachable"
+
+
+def unreachable(address: str, error: object) -> ServerUnreachableError:
+    """Say that nobody answers at an address, with the remedy."""
+    why = str(error) or type(error).__name__
+    return ServerUnreachableError(
+        f"no server answers at {address} ({why}); start one with `agent-sandbox serve`, or set {URL_VARIABLE}"
+    )
 
 
 class ReplyLostError(TransportError):

@@ -24,13 +24,13 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from agent_sandbox.client.call import Call
-from agent_sandbox.client.errors import ReplyLostError, ServerUnreachableError, TransportError, from_reply
+from agent_sandbox.client.errors import URL_VARIABLE, ReplyLostError, TransportError, from_reply, unreachable
 from agent_sandbox.errors import InvalidRequestError
 
 T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8080"
-URL_VARIABLE, KEY_VARIABLE = "AGENT_SANDBOX_URL", "AGENT_SANDBOX_API_KEY"
+KEY_VARIABLE = "AGENT_SANDBOX_API_KEY"
 
 CONNECT_SECONDS = 10.0
 """How long a connection may take to come about: a server that is there accepts at once."""
@@ -155,22 +155,20 @@ class _Common:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        """Raise our errors in place of the HTTP library's, whose words are kept and whose traceback is not."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise ServerUnreachableError(
-                f"no server answers at {self.address} ({error}); start one with `agent-sandbox serve`, "
-                f"or set {URL_VARIABLE}"
-            ) from error
-        except httpx.TimeoutException as error:
+            raise unreachable(self.address, error) from None
+        except httpx.TimeoutException:
             raise ReplyLostError(
                 f"the server at {self.address} did not answer in time; whether the request was carried out is unknown",
                 timed_out=True,
-            ) from error
+            ) from None
         except httpx.TransportError as error:
             raise ReplyLostError(
                 f"the connection to {self.address} broke ({error}); whether the request was carried out is unknown"
-            ) from error
+            ) from None
 
 
 class Http(_Common):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from agent_sandbox import installing, models
 from agent_sandbox.client import exec_requests
 from agent_sandbox.client.call import as_object
-from agent_sandbox.client.errors import ReplyLostError, ServerUnreachableError, from_reply
+from agent_sandbox.client.errors import ReplyLostError, from_reply, unreachable
 from agent_sandbox.client.http import CONNECT_SECONDS, Http, Target
 from agent_sandbox.errors import InvalidRequestError
 
@@ -100,15 +100,15 @@ def translated(address: str) -> Iterator[None]:
     try:
         yield
     except InvalidStatus as error:
-        raise from_reply(error.response.status_code, bytes(error.response.body or b"")) from error
+        raise from_reply(error.response.status_code, bytes(error.response.body or b"")) from None
     except ConnectionClosed as error:
-        raise ReplyLostError(f"the terminal's connection to {address} broke ({error})") from error
-    except TimeoutError as error:
-        raise ReplyLostError(f"the server at {address} did not answer in time", timed_out=True) from error
+        raise ReplyLostError(f"the terminal's connection to {address} broke ({error})") from None
+    except TimeoutError:
+        raise ReplyLostError(f"the server at {address} did not answer in time", timed_out=True) from None
     except (InvalidHandshake, EOFError) as error:
-        raise ReplyLostError(f"the server at {address} offers no terminal ({error})") from error
+        raise ReplyLostError(f"the server at {address} offers no terminal ({error})") from None
     except OSError as error:
-        raise ServerUnreachableError(f"no server answers at {address} ({error})") from error
+        raise unreachable(address, error) from None
 
 
 def needs_extra(error: ModuleNotFoundError) -> InvalidRequestError:
