@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +15,7 @@ import pytest_asyncio
 
 from agent_sandbox import errors
 from agent_sandbox.client import ReplyLostError, exec_requests
+from agent_sandbox.installing import remedy
 from tests.unit.client_pair import EXEC, STREAM, Scripted, all_of, chunk, json_reply, open_client, sandbox_of
 from tests.unit.server_harness import KEY, Running, running, settings_for
 
@@ -298,5 +300,5 @@ async def test_without_the_library_the_extra_is_named(sandbox: Any, monkeypatch:
 
     for name in ("websockets", "websockets.sync.client", "websockets.asyncio.client"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(errors.InvalidRequestError, match=r"agent-sandbox\[terminal\]"):
+    with pytest.raises(errors.InvalidRequestError, match=re.escape(remedy("terminal"))):
         await sandbox.terminal()
