@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from agent_sandbox.server.openapi import openapi_document
+from tests.unit.server_harness import running, settings_for
 
 SPEC = Path(__file__).parents[2] / "spec" / "openapi.json"
 
@@ -56,6 +57,30 @@ def test_every_route_of_the_fixed_block_is_there() -> None:
     paths = json.loads(openapi_document())["paths"]
     for method, path, success in FIXED:
         assert min(paths[path][method]["responses"]) == success
+
+
+def test_every_route_refuses_unknown_parameters_and_takes_its_own(tmp_path: Path) -> None:
+    known = 0
+    with running(settings_for(tmp_path)) as server:
+        sandbox = server.create()
+        for path, operations in json.loads(openapi_document())["paths"].items():
+            if not path.startswith("/v1"):
+                continue
+            place = path.replace("{sandbox_id}", sandbox).replace("{exec_id}", "none").replace("{snapshot_id}", "none")
+            for method, operation in operations.items():
+                reply = server.call(method.upper(), f"{place}?sandboxid=x&%20=1")
+                assert (reply.status, reply.error["code"]) == (422, "validation_error"), (method, path)
+                assert reply.error["message"] == "sandboxid: unknown parameter"
+                fields = reply.error["details"]["fields"]
+                assert fields == [{"field": "sandboxid", "problem": "unknown parameter"}]
+                for parameter in operation.get("parameters", ()):
+                    if parameter["in"] == "query":
+                        known += 1
+                        reply = server.call(method.upper(), f"{place}?{parameter['name']}=none")
+                        assert "unknown parameter" not in reply.body.decode(errors="replace"), (path, parameter)
+        assert [item["id"] for item in server.call("GET", "/v1/sandboxes").json["sandboxes"]] == [sandbox]
+        assert server.call("GET", "/healthz?probe=1", key=False).status == 200, "whose probes add what they like"
+    assert known >= 15
 
 
 def test_requests_refuse_unknown_fields() -> None:

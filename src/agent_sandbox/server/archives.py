@@ -7,18 +7,19 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager import Manager
+from agent_sandbox.server import routing
 from agent_sandbox.server.codec import boolean, parameter, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
 from agent_sandbox.server.streams import NDJSON, LineStream, Streamed, line, uploaded
 from agent_sandbox.types import WORKSPACE, ChangesLost, FileChange
 
-router = APIRouter(tags=["files"])
+router = routing.router("files")
 
 _TAR: dict[str, Any] = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}

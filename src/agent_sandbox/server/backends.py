@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
-from agent_sandbox.server import views
+from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
 
-router = APIRouter(tags=["backends"])
+router = routing.router("backends")
 
 
 @router.get("/backends", response_model=models.BackendList, responses=common())

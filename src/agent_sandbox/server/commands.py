@@ -14,13 +14,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 
 from agent_sandbox import models
 from agent_sandbox.errors import BackendError, SandboxError
 from agent_sandbox.manager import CommandResult
 from agent_sandbox.manager.policy import exit_status
+from agent_sandbox.server import routing
 from agent_sandbox.server.codec import JsonReply
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
@@ -30,7 +31,7 @@ from agent_sandbox.types import ExecEvent, ExecExit, ExecOutput
 LARGE_OUTPUT_BYTES = 256 * 1024
 """Output above this is decoded and encoded on a thread: below, the hand-over costs more than it saves."""
 
-router = APIRouter(tags=["exec"])
+router = routing.router("exec")
 
 _STREAM_DOC: dict[int | str, dict[str, Any]] = {
     200: {

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
 from agent_sandbox.errors import BackendError, ValidationError
 from agent_sandbox.manager import CommandOptions
 from agent_sandbox.manager.manager import Manager
-from agent_sandbox.server import views
+from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, boolean, number, parameter, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
@@ -22,7 +22,7 @@ from agent_sandbox.server.idempotency import KEY_HEADER, once
 from agent_sandbox.server.streams import BINARY, NDJSON, LineStream, line
 from agent_sandbox.types import AttachEvent, ExecExit, ExecGap, ExecOutput, ExecStarted, TerminalSize
 
-router = APIRouter(tags=["execs"])
+router = routing.router("execs")
 
 _LINES = (
     "One JSON object a line: `started` with `id` and `pid` (for who starts it), `stdout` and `stderr` with `data` or "

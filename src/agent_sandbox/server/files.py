@@ -11,13 +11,13 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
 from agent_sandbox.errors import BackendError, InvalidRequestError, PayloadTooLargeError
 from agent_sandbox.manager import Manager
-from agent_sandbox.server import views
+from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, boolean, parameter, query, required
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common, documented
@@ -38,7 +38,7 @@ _MODE = re.compile(r"[0-7]{1,4}\Z")
 # A file holds what a guest wrote: a browser must neither show it nor guess what it is.
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment", "Accept-Ranges": "bytes"}
 
-router = APIRouter(tags=["files"])
+router = routing.router("files")
 
 _RANGE = {
     "name": "Range",

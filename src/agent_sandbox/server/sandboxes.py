@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
 from agent_sandbox.manager import CreateOptions
-from agent_sandbox.server import views
+from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, bad_field, pairs, parameter
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
 from agent_sandbox.server.idempotency import KEY_HEADER, once
 
-router = APIRouter(tags=["sandboxes"])
+router = routing.router("sandboxes")
 
 
 _METADATA = parameter("metadata", "NAME=VALUE: only sandboxes with this label; may be given again.", default="")

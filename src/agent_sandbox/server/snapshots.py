@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
 from agent_sandbox.manager import ForkOptions
-from agent_sandbox.server import views
+from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
 from agent_sandbox.server.idempotency import KEY_HEADER, once
 
-router = APIRouter(tags=["snapshots"])
+router = routing.router("snapshots")
 
 _SANDBOX_ID: dict[str, Any] = {
     "name": "sandbox_id",

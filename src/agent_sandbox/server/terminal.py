@@ -18,13 +18,13 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter, WebSocket
+from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect
 
 from agent_sandbox import models
 from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError, SandboxError
 from agent_sandbox.manager import CommandOptions, Manager
-from agent_sandbox.server import errors
+from agent_sandbox.server import errors, routing
 from agent_sandbox.server.codec import bad_field, encode, number, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.execs import ExecLines
@@ -41,7 +41,7 @@ _NEW = ("command", "workdir", "term", "timeout_seconds", "tag")
 # A login shell of the image's: bash where it is there, since people expect its line editing.
 _SHELL = ["/bin/sh", "-c", "command -v bash >/dev/null 2>&1 && exec bash -l; exec /bin/sh -l"]
 
-router = APIRouter(tags=["execs"])
+router = routing.router("execs")
 
 
 @router.websocket("/sandboxes/{sandbox_id}/terminal")
