@@ -1,7 +1,11 @@
 //! A store for tests: objects in real packs, an index in memory.
 
-use crate::error::Result;
-use crate::format::{Id, Kind, identity};
+use crate::error::{Error, Result};
+use crate::format::{
+    Body, Content, Entry, Extent, Id, Kind, Page, PageChild, Time, Tree, TreeChild, encode_page, encode_tree,
+    identity, name_mark,
+};
+use crate::host::{Client, Done, Host, Records, serve};
 use crate::read::{Locate, Location, Reader};
 use crate::record::{Encoder, PACK_HEADER, PACK_MAGIC};
 use std::collections::HashMap;
@@ -19,6 +23,7 @@ pub fn noise(seed: u64, length: usize) -> Vec<u8> {
 }
 
 /// A directory of its own, removed at the end.
+#[derive(Debug)]
 pub struct Scratch(PathBuf);
 
 impl Scratch {
@@ -96,6 +101,119 @@ impl MemoryStore {
     /// How often an object was asked for.
     pub fn asked(&self, id: &Id) -> usize {
         self.asked.lock().unwrap().get(id).copied().unwrap_or(0)
+    }
+}
+
+/// States by hand: pages are cut where the test says.
+impl MemoryStore {
+    pub fn tree(&mut self, entries: &[Entry<'_>]) -> Id {
+        self.put(Kind::Tree, &encode_tree(&Tree::Entries(entries.to_vec())))
+    }
+
+    /// A tree of level 1 over pages of `each` entries.
+    pub fn wide_tree(&mut self, entries: &[Entry<'_>], each: usize) -> Id {
+        let children = entries.chunks(each).map(|page| {
+            let last = page.last().unwrap().name;
+            TreeChild { weight: page.len() as u64, last, id: self.tree(page) }
+        });
+        let children = children.collect();
+        self.put(Kind::Tree, &encode_tree(&Tree::Children(1, children)))
+    }
+
+    /// A tree whose pages end by their content, as in the format but earlier, so that few names make many levels.
+    pub fn cut_tree(&mut self, entries: &[Entry<'_>]) -> Id {
+        let ends = |mark: u8| mark & 3 == 0;
+        if entries.is_empty() {
+            return self.tree(entries);
+        }
+        let mut row: Vec<TreeChild<'_>> = Vec::new();
+        for page in entries.split_inclusive(|entry| ends(name_mark(entry.name))) {
+            row.push(TreeChild {
+                weight: page.len() as u64,
+                last: page[page.len() - 1].name,
+                id: self.tree(page),
+            });
+        }
+        let mut level = 0;
+        while row.len() > 1 {
+            level += 1;
+            let mut above = Vec::new();
+            for page in row.split_inclusive(|child| ends(child.id[31])) {
+                let weight = page.iter().map(|child| child.weight).sum();
+                let id = self.put(Kind::Tree, &encode_tree(&Tree::Children(level, page.to_vec())));
+                above.push(TreeChild { weight, last: page[page.len() - 1].last, id });
+            }
+            row = above;
+        }
+        row[0].id
+    }
+
+    pub fn directory<'a>(&mut self, name: &'a [u8], entries: &[Entry<'_>]) -> Entry<'a> {
+        let tree = self.tree(entries);
+        Entry { mode: 0o755, body: Body::Directory { tree }, ..plain(name) }
+    }
+
+    pub fn file<'a>(&mut self, name: &'a [u8], bytes: &[u8]) -> Entry<'a> {
+        let size = bytes.len() as u64;
+        let content = match bytes {
+            [] => Content::Empty,
+            bytes => Content::Blob(self.put(Kind::Blob, bytes)),
+        };
+        Entry { body: Body::File { size, content }, ..plain(name) }
+    }
+
+    pub fn page(&mut self, page: Page) -> Id {
+        self.put(Kind::Page, &encode_page(&page))
+    }
+
+    pub fn data(&mut self, bytes: &[u8]) -> Extent {
+        Extent { length: bytes.len() as u64, id: Some(self.put(Kind::Blob, bytes)) }
+    }
+
+    /// A list of chunks of level 1 over pages of `each` extents.
+    pub fn pages(&mut self, extents: &[Extent], each: usize) -> (u64, Id) {
+        let children: Vec<PageChild> = extents
+            .chunks(each)
+            .map(|page| PageChild {
+                weight: page.iter().map(|extent| extent.length).sum(),
+                id: self.page(Page::Extents(page.to_vec())),
+            })
+            .collect();
+        (children.iter().map(|child| child.weight).sum(), self.page(Page::Children(1, children)))
+    }
+
+    /// Do something with a reader, as a caller's worker does.
+    pub fn serve<R: Send>(&self, work: impl FnOnce(&Reader<'_>, &Client) -> Result<R> + Send) -> Result<R> {
+        serve(&mut Caller(self), |client| {
+            work(&Reader::new(File::open(self.scratch.path()).unwrap().into(), &client), &client)
+        })
+    }
+}
+
+/// An empty file.
+pub fn plain(name: &[u8]) -> Entry<'_> {
+    let mtime = Time { seconds: 1_600_000_000, nanoseconds: 123_456_789 };
+    let body = Body::File { size: 0, content: Content::Empty };
+    Entry { name, mode: 0o644, mtime, owner: None, attrs: None, link: None, body }
+}
+
+struct Caller<'a>(&'a MemoryStore);
+
+impl Host for Caller<'_> {
+    fn locate(&mut self, ids: &[Id]) -> Result<Vec<Option<Location>>> {
+        self.0.locate(ids)
+    }
+
+    fn has(&mut self, _: &[Id]) -> Result<Vec<bool>> {
+        Err(Error::Internal("nothing is written".to_owned()))
+    }
+
+    fn append(&mut self, _: &Records) -> Result<()> {
+        Err(Error::Internal("nothing is written".to_owned()))
+    }
+
+    fn pulse(&mut self, _: &Done) -> Result<()> {
+        Ok(())
     }
 }
 

@@ -184,6 +184,14 @@ pub fn decode_attrs(canonical: &[u8]) -> Result<Vec<(&[u8], &[u8])>> {
     Ok(attributes)
 }
 
+/// One entry of a tree of level 0 by itself.
+pub fn decode_entry(bytes: &[u8]) -> Result<Entry<'_>> {
+    let mut cursor = Cursor::new(bytes, "entry");
+    let entry = entry(&mut cursor, false)?;
+    cursor.finish()?;
+    Ok(entry)
+}
+
 /// The root of a state by itself: an entry as a commit holds it.
 pub fn decode_root(bytes: &[u8]) -> Result<Entry<'_>> {
     let mut cursor = Cursor::new(bytes, "root");
