@@ -75,6 +75,19 @@ def test_a_sandbox_from_creation_to_end(server: Running) -> None:
     is_error(server.call("DELETE", path), 404, "not_found")
 
 
+def test_a_sandbox_that_died_is_stopped_however_it_is_looked_at(server: Running) -> None:
+    sandbox_id = server.create()
+    path = f"/v1/sandboxes/{sandbox_id}"
+    server.wait(server.backend.kill_guest(server.wait(server.manager.get(sandbox_id)).env_id))
+    listed = {item["id"]: item for item in server.call("GET", "/v1/sandboxes").json["sandboxes"]}
+    later = server.call("POST", path + "/timeout", {"timeout_seconds": 60}).json
+    for shown in (listed[sandbox_id], server.call("GET", path).json, later):
+        assert (shown["status"], shown["state"]) == ("stopped", "stopped")
+    started = server.call("POST", path + "/start").json
+    assert (started["status"], started["state"]) == ("running", "running")
+    server.call("DELETE", path)
+
+
 def test_snapshots_outlive_their_sandbox(server: Running) -> None:
     sandbox_id = server.create()
     path = f"/v1/sandboxes/{sandbox_id}"
