@@ -118,6 +118,7 @@ class Engine(Protocol):
         writer: Writer,
         *,
         base: Entry | None = None,
+        lower: int | None = None,
         cache: Path | None = None,
         options: Options | None = None,
         progress: Progress | None = None,
@@ -125,7 +126,8 @@ class Engine(Protocol):
         """Read the tree under the open directory ``directory`` into ``writer``.
 
         ``base`` is the root of the state that it was made from: chunks and pages that replace its own are kept
-        as patches.
+        as patches. ``lower`` is an open directory that has the content of ``base``, such as its checkout, and keeps it
+        meanwhile: large files may be compared with it and cut again only where they differ.
         ``cache`` is the stat cache of this directory: a file whose device, inode, size, mtime and ctime are as
         remembered is not
         read again; a missing or unreadable cache only costs time. It is replaced at the end.

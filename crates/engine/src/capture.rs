@@ -1,0 +1,511 @@
+//! Capture: read a directory tree into objects.
+//!
+//! How it goes
+//! -----------
+//! 1. A scan of all names and metadata (`scan.rs`): totals, and which inodes have several names.
+//! 2. What the stat cache remembers is taken from there. The other files go to the workers (`capture/worker.rs`), a
+//!    directory at a time; large ones are cut by one worker and hashed by all (`capture/large.rs`), or compared with
+//!    the file that they replace (`capture/lower.rs`).
+//! 3. Directories become trees, the deepest first (`capture/trees.rs`).
+//!
+//! Objects go from worker to caller as `sink.rs` says. What is in memory beyond the scan is bounded.
+//!
+//! What makes it safe on a tree that changes
+//! -----------------------------------------
+//! * No symlink is followed, no FIFO or device is opened for what it is; everything is opened relative to a directory
+//!   that was proved to be the one that the scan saw.
+//! * A file has the same inode, size, mtime and ctime before and after it is read, a directory before and after it is
+//!   listed. Otherwise it is read again, twice at most; then [`Error::Conflict`] names it.
+//! * An inode with several names must be what the scan saw; then so are its names.
+//!
+//! Known ugliness: before Linux 6.13 a second write within the clock tick of the first leaves the same ctime, so that a
+//! file which is written meanwhile can be kept half old, half new. Whoever needs one instant stops the writers first.
+
+mod large;
+mod lower;
+mod past;
+mod trees;
+mod worker;
+
+use crate::attributes::{self, Attributes};
+use crate::error::{Error, Result};
+use crate::format::{Body, Content, Id, Kind, Link, decode_root, link_id};
+use crate::host::{Client, Host, serve};
+use crate::open::Place;
+use crate::read::Reader;
+use crate::scan::{Left, LeftOut, Scan, Type, Visit, changed, failed};
+use crate::sink::{Batch, Collector, Outlet, Seen, Storer};
+use crate::statcache::{self, Form, Record, StatCache};
+use crossbeam_channel::{Receiver, Sender, bounded, select, unbounded};
+use past::{OldFile, Past};
+use rustix::io::Errno;
+use std::collections::{HashMap, HashSet};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use trees::Trees;
+use worker::{About, Answer, ReadFile, Shared, Task, Worker};
+
+/// Files and bytes that are given to a worker at a time.
+const TASK_FILES: usize = 256;
+const TASK_BYTES: u64 = 4 << 20;
+/// Ids in one question.
+const ASKED: usize = 4_096;
+/// Much older than the start of the capture must a ctime be for its file to be remembered: more than a clock tick.
+const MARGIN: Duration = Duration::from_millis(50);
+const MOST_THREADS: usize = 8;
+
+/// What to capture.
+pub struct Request<'a> {
+    pub directory: BorrowedFd<'a>,
+    /// A directory whose content is that of `base`.
+    pub lower: Option<BorrowedFd<'a>>,
+    /// The directory of the packs.
+    pub packs: OwnedFd,
+    /// The root entry of the state before.
+    pub base: Option<&'a [u8]>,
+    /// The stat cache of this directory.
+    pub cache: Option<&'a Path>,
+    /// Whether owners are recorded.
+    pub owners: bool,
+    /// Workers; 0 is one for each core, at most 8.
+    pub threads: usize,
+}
+
+#[derive(Debug, Default)]
+pub struct Report {
+    pub files: u64,
+    /// Without the root.
+    pub directories: u64,
+    pub symlinks: u64,
+    pub fifos: u64,
+    /// Bytes of data, holes not counted, an inode once.
+    pub bytes: u64,
+    pub read: u64,
+    pub left_out: LeftOut,
+}
+
+#[derive(Debug)]
+pub struct Captured {
+    /// The root entry, encoded as in a commit.
+    pub root: Vec<u8>,
+    pub report: Report,
+}
+
+/// What was found out about the nodes of a scan.
+#[derive(Default)]
+struct Found {
+    /// By node; of files alone.
+    contents: Vec<Option<Content>>,
+    attrs: HashMap<u32, Id>,
+    /// Bytes of data where they are fewer than the size.
+    data: HashMap<u32, u64>,
+    links: HashMap<u32, Link>,
+    /// Names of an inode behind its first, with that.
+    followers: HashMap<u32, u32>,
+    /// Files that are no longer as the scan saw them.
+    renewed: HashMap<u32, About>,
+    unreadable: HashSet<u32>,
+    /// Files whose attributes were left out.
+    partial: HashSet<u32>,
+}
+
+impl Found {
+    fn about(&self, scan: &Scan, node: u32) -> About {
+        let seen = &scan.nodes[node as usize];
+        let about = About { state: seen.state, mode: seen.mode, uid: seen.uid, gid: seen.gid };
+        self.renewed.get(&node).copied().unwrap_or(about)
+    }
+}
+
+/// Read the tree in `request.directory` and give its objects to `host`.
+pub fn capture(host: &mut dyn Host, request: &Request<'_>) -> Result<Captured> {
+    let started = SystemTime::now();
+    let seen = Seen::default();
+    let (captured, remembered) = serve(host, |client| work(&client, request, &seen))?;
+    if let Some(path) = request.cache {
+        // Without it the next capture only takes longer.
+        let _ = remembered.save(path, started);
+    }
+    Ok(captured)
+}
+
+/// What the stat cache is written from.
+struct Remembered {
+    scan: Scan,
+    found: Found,
+    roots: Vec<Id>,
+}
+
+/// Keeps the attributes of directories while they are open.
+struct DirectoryAttributes<'c, 'a> {
+    collector: &'c mut Collector<'a, Storer<'a>>,
+    attrs: HashMap<u32, Id>,
+}
+
+impl Visit for DirectoryAttributes<'_, '_> {
+    fn directory(&mut self, node: u32, directory: BorrowedFd<'_>) -> Result<bool, Error> {
+        self.attrs.remove(&node);
+        match attributes::read(directory) {
+            Ok(Attributes::None) | Err(Errno::NODATA) => Ok(true),
+            Ok(Attributes::Some(canonical)) => {
+                self.attrs.insert(node, self.collector.put(Kind::Attrs, &canonical, None)?);
+                Ok(true)
+            }
+            Ok(Attributes::TooLarge) => Ok(false),
+            Err(errno) => Err(failed(errno, b"")),
+        }
+    }
+}
+
+fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured, Remembered)> {
+    let packs = request.packs.try_clone().map_err(|error| Error::io(error, b""))?;
+    let reader = Reader::new(packs, client);
+    let place = Place::new(request.directory);
+    let mut collector = Collector::new(seen, Storer::new(client.clone(), &reader));
+    let mut visit = DirectoryAttributes { collector: &mut collector, attrs: HashMap::new() };
+    let mut scan = Scan::new(&place, &mut visit, &|| client.check())?;
+    let attrs = visit.attrs;
+    collector.hand_on(true)?;
+    collector.outlet.finish()?;
+
+    let mut found = Found { contents: vec![None; scan.nodes.len()], attrs, ..Found::default() };
+    link(&mut scan, &mut found)?;
+    let base = request.base.map(decode_root).transpose()?.and_then(|root| match root.body {
+        Body::Directory { tree } => Some(tree),
+        _ => None,
+    });
+    let cache = request.cache.and_then(|path| StatCache::load(path, scan.device));
+    let trusted = cache.as_ref().is_some_and(|cache| Some(cache.root) == base);
+    if let Some(cache) = &cache {
+        recall(cache, trusted, &scan, &mut found, client)?;
+    }
+
+    let (held, linked) = (AtomicUsize::new(0), found.links.keys().copied().collect());
+    let lower = request.lower.map(Place::new);
+    let shared = Shared {
+        scan: &scan,
+        place: &place,
+        lower: lower.as_ref(),
+        reader: &reader,
+        client,
+        seen,
+        linked: &linked,
+        held: &held,
+    };
+    let mut past = Past::new(&reader, base);
+    let mut left = Vec::new();
+    let threads = match request.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS),
+        threads => threads.min(MOST_THREADS),
+    };
+    let known = |dir: u32| {
+        let state = scan.nodes[scan.dirs[dir as usize].node as usize].state;
+        match cache.as_ref().filter(|_| trusted)?.find(state.inode)?.form {
+            Form::Directory(tree) => Some(tree),
+            Form::File(_) => None,
+        }
+    };
+    let (read, (root, roots)) = with_workers(threads, &shared, |tasks, answers| {
+        read_files(&shared, &mut past, &mut found, &mut left, tasks, answers)?;
+        let mut collector = Collector::new(seen, Delegate { tasks });
+        let mut trees = Trees::new(&scan, &found, &mut past, request, &mut collector);
+        trees.make(&known, &|| client.check())?;
+        let done = (trees.root()?, std::mem::take(&mut trees.roots));
+        collector.hand_on(true)?;
+        Ok(done)
+    })?;
+    let mut report = report(&scan, &found, read);
+    report.left_out = std::mem::take(&mut scan.left_out);
+    for (node, why) in left {
+        report.left_out.add(scan.path(node), why);
+    }
+    Ok((Captured { root, report }, Remembered { scan, found, roots }))
+}
+
+/// Find the inodes with several names.
+fn link(scan: &mut Scan, found: &mut Found) -> Result<()> {
+    for group in scan.links() {
+        let first = group[0];
+        let state = |node: u32| scan.nodes[node as usize].state;
+        if let Some(other) = group.iter().find(|node| state(**node) != state(first)) {
+            return Err(changed(&scan.path(*other)));
+        }
+        let link = link_id(&scan.path(first));
+        found.links.extend(group.iter().map(|node| (*node, link)));
+        found.followers.extend(group[1..].iter().map(|node| (*node, first)));
+    }
+    Ok(())
+}
+
+/// Take from the cache what it remembers, as far as the store has it.
+fn recall(cache: &StatCache, trusted: bool, scan: &Scan, found: &mut Found, client: &Client) -> Result<()> {
+    let hits = (0u32..).zip(&scan.nodes).filter_map(|(number, node)| {
+        let record = (node.kind == Type::File).then(|| cache.find(node.state.inode)).flatten()?;
+        match record.form {
+            Form::File(content) if record.state == node.state => Some((number, content, record)),
+            _ => None,
+        }
+    });
+    let mut keep = |(node, content, record): (u32, Content, Record)| {
+        found.contents[node as usize] = Some(content);
+        found.attrs.extend(record.attrs.map(|id| (node, id)));
+        if record.data != record.state.size {
+            found.data.insert(node, record.data);
+        }
+    };
+    if trusted {
+        hits.for_each(keep);
+        return Ok(());
+    }
+    let mut hits = hits.peekable();
+    while hits.peek().is_some() {
+        client.check()?;
+        let some: Vec<_> = hits.by_ref().take(ASKED / 2).collect();
+        let ids = |(_, content, record): &(u32, Content, Record)| {
+            let content = match content {
+                Content::Empty => None,
+                Content::Blob(id) | Content::Paged(id) => Some(*id),
+            };
+            content.into_iter().chain(record.attrs)
+        };
+        let held = client.ask(some.iter().flat_map(ids).collect())?.recv().map_err(|_| Error::Stopped)?;
+        let mut held = held.into_iter();
+        for hit in some {
+            let missing = held.by_ref().take(ids(&hit).count()).filter(|held| !held).count();
+            if missing == 0 {
+                keep(hit);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Gives batches to the workers.
+struct Delegate<'t> {
+    tasks: &'t Sender<Task>,
+}
+
+impl Outlet for Delegate<'_> {
+    fn take(&mut self, batch: Batch) -> Result<Batch> {
+        self.tasks.send(Task::Batch(batch)).map_err(|_| Error::Stopped)?;
+        Ok(Batch::default())
+    }
+}
+
+/// Run `coordinate` beside workers that do its tasks. Returns how many bytes of files they read, and its answer.
+fn with_workers<R>(
+    threads: usize,
+    shared: &Shared<'_>,
+    coordinate: impl FnOnce(&Sender<Task>, &Receiver<Answer>) -> Result<R>,
+) -> Result<(u64, R)> {
+    let (tasks, waiting) = bounded::<Task>(4 * threads);
+    let (answers, answered) = unbounded::<Answer>();
+    let segments = bounded(2 * threads);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|_| {
+                let (waiting, answers, segments) = (waiting.clone(), answers.clone(), segments.clone());
+                scope.spawn(move || {
+                    let run = || Worker::new(shared, segments).run(&waiting, &answers);
+                    let done = catch_unwind(AssertUnwindSafe(run))
+                        .unwrap_or_else(|panic| Err(Error::panicked(panic.as_ref())));
+                    if done.is_err() {
+                        shared.client.stop();
+                    }
+                    done.map_err(|error| {
+                        let _ = answers.send(Err(error));
+                        Error::Stopped
+                    })
+                })
+            })
+            .collect();
+        drop((waiting, answers));
+        let coordinated = coordinate(&tasks, &answered);
+        if coordinated.is_err() {
+            shared.client.stop();
+        }
+        drop(tasks);
+        let read: Vec<_> =
+            workers.into_iter().map(|worker| worker.join().unwrap_or(Err(Error::Stopped))).collect();
+        // The first that is no consequence of another: of the coordinator, or what a worker said behind its back.
+        let told = |error: &Error| !matches!(error, Error::Stopped);
+        let done = match coordinated {
+            Err(error) if told(&error) => return Err(error),
+            coordinated => coordinated,
+        };
+        if let Some(error) = answered.try_iter().filter_map(Result::err).find(told) {
+            return Err(error);
+        }
+        let read = read.into_iter().sum::<Result<u64>>()?;
+        Ok((read, done?))
+    })
+}
+
+/// Have all files read of which nothing is known.
+fn read_files(
+    shared: &Shared<'_>,
+    past: &mut Past<'_>,
+    found: &mut Found,
+    left: &mut Vec<(u32, Left)>,
+    tasks: &Sender<Task>,
+    answers: &Receiver<Answer>,
+) -> Result<()> {
+    let (scan, done) = (shared.scan, &shared.client.done);
+    let files = (0u32..).zip(&scan.nodes).filter(|(_, node)| node.kind == Type::File);
+    let wanted = |found: &Found, node: u32| {
+        scan.nodes[node as usize].kind == Type::File
+            && found.contents[node as usize].is_none()
+            && !found.followers.contains_key(&node)
+    };
+    for (number, node) in files {
+        done.files_in_all.fetch_add(1, Ordering::Relaxed);
+        done.bytes_in_all.fetch_add(node.state.size, Ordering::Relaxed);
+        if !wanted(found, number) {
+            done.files.fetch_add(1, Ordering::Relaxed);
+            done.bytes.fetch_add(node.state.size, Ordering::Relaxed);
+        }
+    }
+    let mut outstanding = 0usize;
+    for (number, dir) in (0u32..).zip(&scan.dirs) {
+        let nodes: Vec<u32> =
+            (dir.first..dir.first + dir.count).filter(|node| wanted(found, *node)).collect();
+        if nodes.is_empty() {
+            continue;
+        }
+        let old = past.files(scan, number, &nodes)?;
+        let mut rest = nodes.into_iter().zip(old).peekable();
+        while rest.peek().is_some() {
+            let mut bytes = 0;
+            let fits = |(node, _): &(u32, Option<OldFile>)| {
+                let first = bytes == 0;
+                bytes += 1 + scan.nodes[*node as usize].state.size;
+                first || bytes <= TASK_BYTES
+            };
+            let mut fits = fits;
+            let mut files = Vec::new();
+            while files.len() < TASK_FILES
+                && let Some(file) = rest.next_if(&mut fits)
+            {
+                files.push(file);
+            }
+            let mut task = Some(Task::Files { dir: number, files });
+            outstanding += 1;
+            while let Some(next) = task.take() {
+                select! {
+                    recv(answers) -> answer => {
+                        outstanding -= 1;
+                        note(scan, found, left, answer.map_err(|_| Error::Stopped)??);
+                        task = Some(next);
+                    }
+                    send(tasks, next) -> sent => sent.map_err(|_| Error::Stopped)?,
+                }
+            }
+        }
+    }
+    while outstanding > 0 {
+        note(scan, found, left, answers.recv().map_err(|_| Error::Stopped)??);
+        outstanding -= 1;
+    }
+    for (node, first) in &found.followers {
+        found.contents[*node as usize] = found.contents[*first as usize];
+        if let Some(id) = found.attrs.get(first).copied() {
+            found.attrs.insert(*node, id);
+        }
+        if found.unreadable.contains(first) {
+            found.unreadable.insert(*node);
+            left.push((*node, Left::Unreadable));
+        }
+        if found.partial.contains(first) {
+            left.push((*node, Left::Attributes));
+        }
+    }
+    Ok(())
+}
+
+/// Take down what a worker found.
+fn note(scan: &Scan, found: &mut Found, left: &mut Vec<(u32, Left)>, outcomes: Vec<worker::Outcome>) {
+    for worker::Outcome { node, file } in outcomes {
+        let Some(ReadFile { content, data, attrs, whole, about }) = file else {
+            found.unreadable.insert(node);
+            left.push((node, Left::Unreadable));
+            continue;
+        };
+        found.contents[node as usize] = Some(content);
+        found.attrs.extend(attrs.map(|id| (node, id)));
+        if data != about.state.size {
+            found.data.insert(node, data);
+        }
+        if about != found.about(scan, node) {
+            found.renewed.insert(node, about);
+        }
+        if !whole {
+            found.partial.insert(node);
+            left.push((node, Left::Attributes));
+        }
+    }
+}
+
+fn report(scan: &Scan, found: &Found, read: u64) -> Report {
+    let mut report = Report { read, ..Report::default() };
+    for (number, node) in (0u32..).zip(&scan.nodes).skip(1) {
+        if found.unreadable.contains(&number) || !scan.kept(number) {
+            continue;
+        }
+        match node.kind {
+            Type::File => {
+                report.files += 1;
+                if !found.followers.contains_key(&number) {
+                    let size = found.about(scan, number).state.size;
+                    report.bytes += found.data.get(&number).copied().unwrap_or(size);
+                }
+            }
+            Type::Directory => report.directories += 1,
+            Type::Symlink => report.symlinks += 1,
+            Type::Fifo => report.fifos += 1,
+        }
+    }
+    report
+}
+
+impl Remembered {
+    fn save(&self, path: &Path, started: SystemTime) -> std::io::Result<()> {
+        let (scan, found) = (&self.scan, &self.found);
+        let before = started.checked_sub(MARGIN).and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let before = before.map_or((0, 0), |time| (time.as_secs() as i64, time.subsec_nanos()));
+        let mut nodes: Vec<u32> = (0u32..)
+            .zip(&scan.nodes)
+            .filter(|(number, node)| match node.kind {
+                Type::File => {
+                    found.contents[*number as usize].is_some()
+                        && !found.followers.contains_key(number)
+                        && !found.partial.contains(number)
+                        && found.about(scan, *number).state.ctime < before
+                }
+                Type::Directory => scan.kept(*number),
+                _ => false,
+            })
+            .map(|(number, _)| number)
+            .collect();
+        let inode = |node: u32| found.about(scan, node).state.inode;
+        nodes.sort_unstable_by_key(|node| inode(*node));
+        nodes.dedup_by_key(|node| inode(*node));
+        let mut attrs: Vec<Id> = found.attrs.values().copied().collect();
+        attrs.sort_unstable();
+        attrs.dedup();
+        let records = nodes.iter().map(|node| {
+            let state = found.about(scan, *node).state;
+            let (form, data) = match (scan.nodes[*node as usize].kind, found.contents[*node as usize]) {
+                (Type::File, content) => {
+                    let data = found.data.get(node).copied().unwrap_or(state.size);
+                    (Form::File(content.unwrap_or(Content::Empty)), data)
+                }
+                _ => (Form::Directory(self.roots[scan.number(*node) as usize]), 0),
+            };
+            Record { state, data, form, attrs: found.attrs.get(node).copied() }
+        });
+        statcache::save(path, (scan.device, &self.roots[0]), &attrs, nodes.len(), records)
+    }
+}
