@@ -13,6 +13,8 @@
 //!
 //! A move is two events with one cookie. The first waits for the second a moment; alone it is a removal, and the
 //! second alone a creation.
+//!
+//! The file is long because the nodes, what was found, and the halves of moves are one state that every event changes.
 
 use crate::errors::{Code, Failure};
 use crate::fsops;
