@@ -39,6 +39,8 @@ def shown(path: bytes) -> str:
     text = path.decode(errors="backslashreplace")
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}"
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text or "the directory itself"
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from agent_sandbox.store.objects import Entry
+from agent_sandbox.store.chunks import put_tree
+from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.ports import Captured, Engine, Options, Progress
 from agent_sandbox.store.reference import ReferenceEngine
 from tests.unit.store.memory import MemoryObjects
 
 ENGINES: list[Engine] = [ReferenceEngine()]
 """Each engine must pass every test that takes one; a test that takes two lets one read what the other wrote."""
+
+_NOBODY = 65_534
 
 each_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: type(engine).__name__)
 each_pair = pytest.mark.parametrize(
@@ -74,6 +77,30 @@ def difference(engine: Engine, old: Entry, new: Entry, directory: Path, store: M
     directory.mkdir()
     with opened(directory) as fd:
         engine.difference(old, new, fd, store)
+
+
+def state(store: MemoryObjects, entries: Iterable[Entry]) -> Entry:
+    """Keep a directory of these entries, sorted here, and return it as the root of a state."""
+    tree = put_tree(sorted(entries, key=lambda entry: entry.name), store.put)
+    store.flush()
+    return Entry(b"", Type.DIRECTORY, 0o755, 0, content=tree)
+
+
+@contextmanager
+def unprivileged(*owned: Path) -> Iterator[None]:
+    """Run as a user that is not root and owns these directories; does nothing when we are not root anyway."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for directory in owned:
+        os.chown(directory, _NOBODY, _NOBODY)
+    os.setegid(_NOBODY)
+    os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
 
 
 def memory(place: Path) -> MemoryObjects:

@@ -10,7 +10,7 @@ from agent_sandbox.store.ports import Engine
 from tests.unit.store.engines import capture, checkout, each_pair, memory
 from tests.unit.store.trees import Edit, apply, build, edits, scratch, state_of, trees
 
-random = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+random = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 CACHE_SECONDS = 0.06
 """Longer than the time before a capture within which nothing is remembered."""
 

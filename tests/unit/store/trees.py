@@ -77,6 +77,15 @@ class Make:
 
 
 @dataclass(frozen=True)
+class Fill:
+    """Put many small files into a directory, so that it needs several pages."""
+
+    parent: int
+    count: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Link:
     """Give an inode that is no directory one more name."""
 
@@ -135,7 +144,7 @@ class Look:
     looks: Looks
 
 
-Edit = Make | Link | Rename | Remove | Write | Insert | Resize | Look
+Edit = Make | Fill | Link | Rename | Remove | Write | Insert | Resize | Look
 
 
 # ---- strategies ----------------------------------------------------------------------------------------------------
@@ -155,8 +164,9 @@ _attributes = st.dictionaries(
     max_size=3,
 ).map(lambda attributes: tuple(sorted(attributes.items())))
 _looks = st.builds(Looks, st.sampled_from([0o644, 0o755, 0o4755, 0o2711, 0o1777, 0o500, 0]), _time, _attributes)
+_sizes = st.sampled_from(SIZES) | st.integers(0, 20_000)
 _holes = st.lists(st.tuples(st.integers(0, 99), st.integers(1, 40)), max_size=3).map(tuple)
-_data = st.builds(Data, st.sampled_from(SIZES) | st.integers(0, 20_000), _number, st.just(()) | _holes)
+_data = st.builds(Data, _sizes, _number, st.just(()) | _holes)
 _target = st.sampled_from([b"a", b"../a", b"/etc/passwd", b"\xff", b"x" * 4_095]) | (
     st.binary(min_size=1, max_size=20).filter(lambda target: 0 not in target)
 )
@@ -164,9 +174,10 @@ _make = st.builds(
     lambda parent, name, what, looks: Make(parent, name, None if what in (True, False) else what, what is True, looks),
     _number,
     _name,
-    st.one_of(_data, st.just(False), _data, _target, st.booleans()),
+    st.one_of(_data, _data, st.just(False), st.just(False), _target, st.booleans()),
     _looks,
 )
+_fill = st.builds(Fill, _number, st.sampled_from([31, 33, 33, 300]), st.integers(0, 2))
 _link = st.builds(Link, _number, _number, _name)
 _change = st.one_of(
     st.builds(Rename, _number, _number, _name),
@@ -178,14 +189,20 @@ _change = st.one_of(
 )
 
 
-def trees() -> st.SearchStrategy[list[Edit]]:
+@st.composite
+def trees(draw: st.DrawFn) -> list[Edit]:
     """Edits that make a tree out of an empty directory: every type, links, holes, attributes, hard names."""
-    return st.lists(st.one_of(_make, _make, _make, _link), max_size=20)
+    count = draw(st.integers(0, 30))
+    made: list[Edit] = draw(st.lists(st.one_of(_make, _make, _make, _make, _link), min_size=count, max_size=count))
+    if draw(st.integers(0, 7)) == 7:
+        made.insert(draw(st.integers(0, len(made))), draw(_fill))
+    return made
 
 
 def edits() -> st.SearchStrategy[list[Edit]]:
     """Edits of a tree that is there: some of everything that a program can do to one."""
-    return st.lists(st.one_of(_make, _link, _change, _change), min_size=1, max_size=8)
+    one = st.one_of(_make, _link, _change, _change, _change)
+    return st.integers(1, 12).flatmap(lambda count: st.lists(one, min_size=count, max_size=count))
 
 
 # ---- applying them -------------------------------------------------------------------------------------------------
@@ -272,6 +289,14 @@ def _apply(root: bytes, edit: Edit) -> None:
             path = os.path.join(directories[edit.parent % len(directories)], edit.name)
             _remove(path)
             _make_entry(path, edit)
+        case Fill():
+            directory = directories[edit.parent % len(directories)]
+            for number in range(edit.count):
+                path = os.path.join(directory, hashlib.sha256(b"%d %d" % (edit.seed, number)).hexdigest()[:20].encode())
+                if not os.path.lexists(path):
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                    os.write(file, b"%d" % (number // 2))
+                    os.close(file)
         case Link() if names:
             path = os.path.join(directories[edit.parent % len(directories)], edit.name)
             target = names[edit.target % len(names)]
