@@ -145,7 +145,7 @@ class EntryReader:
         if group is not None:
             tally.groups.append(group)
             if group.entry is not None:
-                if group.signature != signature(about):
+                if signature(about) != group.signature != signature(look(listing.place, name)):
                     raise ConflictError(f"{shown(listing.place.path(name))} was changed while its names were read")
                 self._count(replace(group.entry, name=name), tally)
                 return replace(group.entry, name=name)
