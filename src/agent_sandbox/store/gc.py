@@ -18,7 +18,7 @@ A pack that another process has open may go in 4 or 5: each writer looks at its 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from agent_sandbox.store.index import translated
 from agent_sandbox.store.marks import PREFIX, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind
-from agent_sandbox.store.packs import MAX_PACK, Pack, failed, pack_name
+from agent_sandbox.store.packs import MAX_PACK, Pack, pack_name
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import MAX_HEADER, decode_header, encode
 
@@ -108,30 +108,20 @@ class _Gc:
 
     def _clean(self) -> None:
         database = self._database
-        self._unlink_dead()
+        self._removed_packs += database.remove_dead()
         for scratch in (database.path / "tmp").glob(PREFIX + "*"):
             scratch.unlink(missing_ok=True)
         rows = {row.number for row in database.index.packs()}
         names = {int(found[1]) for file in database.packs.iterdir() if (found := _FILE.fullmatch(file.name))}
-        orphans = names - rows
-        try:
-            for number in orphans:
-                database.files.remove(pack_name(number))
-            if orphans:
-                database.files.sync()
-        except OSError as error:
-            raise failed("remove packs that the index does not know", error) from error
-        self._removed_packs += len(orphans)
-        if rows - names:
+        if names ^ rows:
+            database.need_empty(sorted(names ^ rows))
+            self._unlink(sorted(names - rows))
             with database.index.transaction() as change:
-                for number in rows - names:
-                    change.change(
-                        "DELETE FROM packs WHERE number = ?1 AND NOT EXISTS (SELECT 1 FROM objects WHERE pack = ?1)",
-                        (number,),
-                    )
+                change.remove_packs(sorted(rows - names))
 
-    def _unlink_dead(self) -> None:
-        self._removed_packs += self._database.remove_dead()
+    def _unlink(self, numbers: Sequence[int]) -> None:
+        self._database.unlink(numbers)
+        self._removed_packs += len(numbers)
 
     def _sweep(self, live: Marks) -> int:
         """Forget dead objects, and drop packs without life; returns how many objects went."""
@@ -155,7 +145,7 @@ class _Gc:
                 "UPDATE packs SET closed = 1, dead = 1 WHERE number NOT IN (SELECT pack FROM objects) AND number != ?",
                 (self._pack.number if self._pack is not None else 0,),
             )
-        self._unlink_dead()
+        self._unlink([row.number for row in self._database.index.packs() if row.dead])
         return removed
 
     def _fill_out(self, live: Marks) -> None:
@@ -223,7 +213,7 @@ class _Gc:
         with live.transaction("IMMEDIATE"):
             self._move(live)
             live.execute("UPDATE packs SET closed = 1, dead = 1 WHERE number = ?", (number,))
-        self._unlink_dead()
+        self._unlink([number])
 
     @staticmethod
     def _places(live: Marks, number: int) -> Iterator[list[tuple[bytes, int, int]]]:

@@ -181,8 +181,8 @@ class Transaction(NameChanges):
         self._connection.executemany("UPDATE packs SET closed = 1 WHERE number = ?", [(n,) for n in numbers])
 
     def remove_packs(self, numbers: Sequence[int]) -> None:
-        """Remove the rows of packs that are dead."""
-        self._connection.executemany("DELETE FROM packs WHERE number = ? AND dead = 1", [(n,) for n in numbers])
+        """Remove the rows of packs whose files are gone."""
+        self._connection.executemany("DELETE FROM packs WHERE number = ?", [(n,) for n in numbers])
 
 
 class Index(Names):
@@ -344,17 +344,21 @@ def _connect(path: Path, wait_seconds: float) -> sqlite3.Connection:
         check_same_thread=False,
         timeout=wait_seconds,
     )
-    for pragma in (
-        "synchronous = FULL",
-        "foreign_keys = ON",
-        "trusted_schema = OFF",
-        "cell_size_check = ON",
-        "mmap_size = 0",
-        f"cache_size = -{_CACHE_KIB}",
-        f"wal_autocheckpoint = {_WAL_PAGES}",
-        f"journal_size_limit = {_WAL_PAGES * PAGE_BYTES}",
-    ):
-        connection.execute(f"PRAGMA {pragma}").fetchall()
+    try:
+        for pragma in (
+            "synchronous = FULL",
+            "foreign_keys = ON",
+            "trusted_schema = OFF",
+            "cell_size_check = ON",
+            "mmap_size = 0",
+            f"cache_size = -{_CACHE_KIB}",
+            f"wal_autocheckpoint = {_WAL_PAGES}",
+            f"journal_size_limit = {_WAL_PAGES * PAGE_BYTES}",
+        ):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

@@ -158,6 +158,12 @@ class ObjectDatabase:
         (place,) = self.index.locate([id])
         if place is None:
             raise StoreDamagedError(f"a damaged store: object {id.hex()} is missing")
+        return self.load_at(place, id, kind, above)
+
+    def load_at(
+        self, place: Location, id: bytes, kind: Kind | None = None, above: int = MAX_DEPTH + 1
+    ) -> tuple[Header, bytes]:
+        """Return the same from where the object is known to be."""
         if place.length > _MAX_RECORD:
             raise StoreDamagedError(f"a damaged index: object {id.hex()} is longer than any may be")
         record = self.reader.read(place, 0, place.length)
@@ -242,20 +248,35 @@ class ObjectDatabase:
                 self._retire(idle)
 
     def remove_dead(self) -> int:
-        """Unlink packs that are marked as dead, and return how many; no location leads there any more."""
+        """Unlink packs that are marked as dead, and return how many; no location leads there any more.
+
+        :class:`StoreDamagedError` when one does.
+        """
         dead = [row.number for row in self.index.packs() if row.dead]
-        if not dead:
-            return 0
+        if dead:
+            self.need_empty(dead)
+            self.unlink(dead)
+        return len(dead)
+
+    def need_empty(self, numbers: Sequence[int]) -> None:
+        """Raise :class:`StoreDamagedError` when an object lies in one of these packs."""
+        used = {number for (number,) in self.index.query("SELECT DISTINCT pack FROM objects")}
+        for number in used.intersection(numbers):
+            raise StoreDamagedError(
+                f"a damaged index: objects lie in {pack_name(number)}, which is not in use; run check"
+            )
+
+    def unlink(self, numbers: Sequence[int]) -> None:
+        """Unlink packs, and then remove their rows."""
         try:
-            for number in dead:
+            for number in numbers:
                 with suppress(FileNotFoundError):
                     self.files.remove(pack_name(number))
             self.files.sync()
         except OSError as error:
             raise failed("remove dead packs", error) from error
         with self.index.transaction() as change:
-            change.remove_packs(dead)
-        return len(dead)
+            change.remove_packs(numbers)
 
     def _retire(self, pack: Pack) -> None:
         pack.close()

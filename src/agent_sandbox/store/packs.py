@@ -204,7 +204,9 @@ class PackReader:
             try:
                 data = os.pread(fd, length, place.offset + offset)
             except OSError as error:
-                raise StoreError(f"cannot read pack {place.pack}: {error.strerror}") from error
+                if error.errno == errno.EIO:
+                    raise StoreDamagedError(f"a damaged pack: {pack_name(place.pack)}: {error.strerror}") from error
+                raise failed(f"read {pack_name(place.pack)}", error) from error
         if len(data) != length:
             raise StoreDamagedError(f"a damaged pack: {pack_name(place.pack)} ends inside a record")
         return data
