@@ -51,8 +51,6 @@ MARGIN_NS = 50_000_000
 _EMPTY, _BLOB, _PAGE = 0, 1, 2
 _BLOCK = 64
 """Records that are read at once; the first inode of each such block is kept in memory."""
-_RUN = 65_536
-"""Records that are sorted in memory."""
 _BILLION = 1_000_000_000
 
 
@@ -171,11 +169,15 @@ class StatCache:
 class CacheWriter:
     """Collects the records of one capture. Sorts in runs on disk, so memory does not grow with the tree."""
 
-    def __init__(self, path: Path, device: int, start_ns: int) -> None:
-        """``start_ns``: when the capture began, by CLOCK_REALTIME. Raises :class:`OSError`."""
+    def __init__(self, path: Path, device: int, start_ns: int, *, run: int = 65_536) -> None:
+        """``start_ns``: when the capture began, by CLOCK_REALTIME; ``run``: how many records are sorted in memory.
+
+        Raises :class:`OSError`.
+        """
         self._path = path
         self._device = device
         self._before = start_ns - MARGIN_NS
+        self._run_length = run
         self._attrs: dict[bytes, int] = {}
         self._records: list[bytes] = []
         self._spilled = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115  (closed by close)
@@ -193,7 +195,7 @@ class CacheWriter:
         self._records.append(
             RECORD.pack(about.st_ino, about.st_size, what.data, mtime, ctime, mtime_ns, ctime_ns, form, attrs, content)
         )
-        if len(self._records) >= _RUN:
+        if len(self._records) >= self._run_length:
             self._spill()
 
     def _spill(self) -> None:
