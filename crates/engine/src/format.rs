@@ -14,6 +14,7 @@ mod tests;
 pub use decode::*;
 pub use encode::*;
 pub use numbers::Cursor;
+use std::cell::RefCell;
 
 pub type Id = [u8; 32];
 pub type Link = [u8; 16];
@@ -81,12 +82,20 @@ impl Kind {
     }
 }
 
+thread_local! {
+    static JOINED: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
 /// The id of an object.
 pub fn identity(kind: Kind, canonical: &[u8]) -> Id {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(kind.domain());
-    hasher.update(canonical);
-    *hasher.finalize().as_bytes()
+    // In one piece BLAKE3 hashes several of its 1 KiB chunks at once, the first one too: with the copy a chunk of 16 KiB
+    // takes 6.4 µs, in two pieces 10.7 µs (AVX-512).
+    JOINED.with_borrow_mut(|joined| {
+        joined.clear();
+        joined.extend_from_slice(kind.domain());
+        joined.extend_from_slice(canonical);
+        *blake3::hash(joined).as_bytes()
+    })
 }
 
 /// The link id of the inode whose first name, relative to the workspace, is `path`.
