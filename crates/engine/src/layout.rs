@@ -36,6 +36,7 @@ use links::{Claim, Links};
 pub(crate) use metadata::Metadata;
 pub(crate) use pool::Pool;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -49,6 +50,8 @@ pub struct Options {
     pub owners: bool,
     /// Workers; 0 is one for each processor, at most 8.
     pub threads: usize,
+    /// Walk over the state first, so that progress knows how much there is in all.
+    pub counted: bool,
 }
 
 impl Options {
@@ -103,9 +106,39 @@ pub fn checkout(
     };
     let layout = Layout::new(reader, client, options, false);
     let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options.owners));
+    if options.counted {
+        count(reader, client, tree)?;
+    }
     let first = Task::List { dir, cursor: Cursor::new(tree, None) };
     Pool::new(vec![first]).run(options.threads(), client, |pool, task| layout.perform(pool, task))?;
     layout.finish()
+}
+
+/// Count files and their bytes: each name of a file, the bytes of each inode.
+fn count(reader: &Reader<'_>, client: &Client, tree: Id) -> Result<()> {
+    let mut links = HashSet::new();
+    let mut waiting = vec![Cursor::new(tree, None)];
+    while let Some(mut cursor) = waiting.pop() {
+        client.check()?;
+        let page = cursor.next(reader)?;
+        if !cursor.is_done() {
+            waiting.push(cursor);
+        }
+        let Tree::Entries(entries) = decode_tree(&page)? else { continue };
+        for entry in entries {
+            match entry.body {
+                Body::Directory { tree } => waiting.push(Cursor::new(tree, None)),
+                Body::File { size, .. } => {
+                    client.done.files_in_all.fetch_add(1, Ordering::Relaxed);
+                    if entry.link.is_none_or(|link| links.insert(link)) {
+                        client.done.bytes_in_all.fetch_add(size, Ordering::Relaxed);
+                    }
+                }
+                Body::Symlink { .. } | Body::Fifo => {}
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Open a directory again, for reading, and see that nothing is in it.
@@ -293,6 +326,7 @@ impl<'a> Layout<'a> {
             Claim::Link((first, name)) => {
                 let from = self.dirs.open(&first)?;
                 self.link(from.as_fd(), &name, dir, within, entry.name)?;
+                self.count(entry);
                 Ok(false)
             }
         }
@@ -307,19 +341,24 @@ impl<'a> Layout<'a> {
         name: &[u8],
     ) -> Result<()> {
         rustix::fs::linkat(from, first, within, name, AtFlags::empty())
-            .map_err(|error| Error::refused("link", error, &dir.path(name)))?;
-        self.client.done.files.fetch_add(1, Ordering::Relaxed);
-        Ok(())
+            .map_err(|error| Error::refused("link", error, &dir.path(name)))
+    }
+
+    fn count(&self, entry: &Entry<'_>) {
+        if matches!(entry.body, Body::File { .. }) {
+            self.client.done.files.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// An entry is there, whole: link to it what waits for it.
     fn was_made(&self, dir: &Arc<Dir>, entry: &Entry<'_>) -> Result<()> {
-        self.client.done.files.fetch_add(1, Ordering::Relaxed);
+        self.count(entry);
         let Some(link) = &entry.link else { return Ok(()) };
         let within = self.dirs.open(dir)?;
         for (other, name) in self.links.made(link) {
             let to = self.dirs.open(&other)?;
             self.link(within.as_fd(), entry.name, &other, to.as_fd(), &name)?;
+            self.count(entry);
             self.let_go(other)?;
         }
         Ok(())

@@ -18,6 +18,8 @@ const MAX_OPEN: usize = 64;
 const CACHE_BYTES: usize = 32 << 20;
 /// What one cached object costs beside its bytes.
 const CACHE_ENTRY: usize = 128;
+/// The kind whose objects are the longest.
+const LONGEST: Kind = Kind::Attrs;
 /// Decoders kept for the next read.
 const MAX_IDLE: usize = 16;
 
@@ -110,6 +112,16 @@ impl<'a> Reader<'a> {
         location: Location,
         use_it: impl FnOnce(&Header, &[u8]) -> Result<T>,
     ) -> Result<T> {
+        self.give(id, Some(kind), location, use_it)
+    }
+
+    fn give<T>(
+        &self,
+        id: &Id,
+        kind: Option<Kind>,
+        location: Location,
+        use_it: impl FnOnce(&Header, &[u8]) -> Result<T>,
+    ) -> Result<T> {
         let mut scratch = lock(&self.idle).pop().unwrap_or_default();
         let done = self.decode(&mut scratch, id, kind, location, MAX_PATCH_DEPTH + 1);
         let done = done.and_then(|(header, canonical)| use_it(&header, canonical));
@@ -120,12 +132,17 @@ impl<'a> Reader<'a> {
         done
     }
 
+    /// See that the object at `location` is the one that it should be, of whatever kind.
+    pub fn check(&self, id: &Id, location: Location) -> Result<Kind> {
+        self.give(id, None, location, |header, _| Ok(header.kind))
+    }
+
     /// Read, with what it is a patch of: `below` bounds how many patches may follow.
     fn decode<'s>(
         &self,
         scratch: &'s mut Scratch,
         id: &Id,
-        kind: Kind,
+        kind: Option<Kind>,
         location: Location,
         below: u8,
     ) -> Result<(Header, &'s [u8])> {
@@ -139,7 +156,7 @@ impl<'a> Reader<'a> {
             Some(base) => {
                 let location = self.locate(&[base])?.pop().flatten().ok_or_else(|| missing(&base))?;
                 lower = Scratch::default();
-                Some(self.decode(&mut lower, &base, kind, location, header.depth)?.1)
+                Some(self.decode(&mut lower, &base, Some(header.kind), location, header.depth)?.1)
             }
         };
         let payload = scratch.record.get(header.size()..).unwrap_or_default();
@@ -168,11 +185,11 @@ struct Packs {
 }
 
 impl Packs {
-    /// Read the record at `location` whole into `record`, and check that it is the right one.
-    fn read(&self, id: &Id, kind: Kind, location: Location, record: &mut Vec<u8>) -> Result<Header> {
+    /// Read the record at `location` whole into `record`, and check that it is the right one, of the right kind.
+    fn read(&self, id: &Id, kind: Option<Kind>, location: Location, record: &mut Vec<u8>) -> Result<Header> {
         let wrong =
             || Error::Damaged(format!("a damaged index: object {} is not where it should be", hex(id)));
-        let most = MAX_HEADER + kind.max_canonical() + SLACK;
+        let most = MAX_HEADER + kind.unwrap_or(LONGEST).max_canonical() + SLACK;
         let length =
             usize::try_from(location.length).ok().filter(|length| *length <= most).ok_or_else(wrong)?;
         if location.offset < PACK_HEADER as u64 {
@@ -182,7 +199,10 @@ impl Packs {
         record.resize(length, 0);
         read_exact(&pack, location.pack, location.offset, record)?;
         let header = Header::parse(record)?;
-        if header.id != *id || header.kind != kind || header.size() + header.length != length {
+        if header.id != *id
+            || kind.is_some_and(|kind| kind != header.kind)
+            || header.size() + header.length != length
+        {
             return Err(wrong());
         }
         debug_assert_eq!(header.base.is_some(), header.form == Form::Patch);
@@ -240,7 +260,9 @@ fn read_exact(pack: impl AsFd, number: u64, mut offset: u64, mut bytes: &mut [u8
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::OVERFLOW) => {
                 return Err(damaged(number, "it ends before a record"));
             }
-            Err(error) => return Err(Error::io(error, format!("{number:010}.pack").as_bytes())),
+            Err(error) => {
+                return Err(Error::refused("read", error, format!("{number:010}.pack").as_bytes()));
+            }
         }
     }
     Ok(())

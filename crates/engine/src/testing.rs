@@ -11,6 +11,7 @@ use crate::record::{Encoder, PACK_HEADER, PACK_MAGIC};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -94,8 +95,12 @@ impl MemoryStore {
         id
     }
 
+    pub fn directory_fd(&self) -> OwnedFd {
+        File::open(self.scratch.path()).unwrap().into()
+    }
+
     pub fn reader(&self) -> Reader<'_> {
-        Reader::new(File::open(self.scratch.path()).unwrap().into(), self)
+        Reader::new(self.directory_fd(), self)
     }
 
     /// How often an object was asked for.
@@ -184,9 +189,7 @@ impl MemoryStore {
 
     /// Do something with a reader, as a caller's worker does.
     pub fn serve<R: Send>(&self, work: impl FnOnce(&Reader<'_>, &Client) -> Result<R> + Send) -> Result<R> {
-        serve(&mut Caller(self), |client| {
-            work(&Reader::new(File::open(self.scratch.path()).unwrap().into(), &client), &client)
-        })
+        serve(&mut Caller(self), |client| work(&Reader::new(self.directory_fd(), &client), &client))
     }
 }
 

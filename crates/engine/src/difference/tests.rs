@@ -15,7 +15,7 @@ use std::path::Path;
 fn layer(store: &MemoryStore, old: &Entry<'_>, new: &Entry<'_>) -> Result<Scratch> {
     let scratch = Scratch::new();
     let directory = File::open(scratch.path()).unwrap();
-    let options = Options { owners: false, threads: 2 };
+    let options = Options { threads: 2, ..Options::default() };
     store.serve(|reader, client| difference(reader, old, new, directory.as_fd(), options, client))?;
     Ok(scratch)
 }

@@ -155,6 +155,8 @@ fn write_extents(layout: &Layout<'_>, file: &Writing, extents: &[Extent], part: 
             layout.blob(id, locations.next().flatten(), extent.length, |bytes| {
                 write_at(file.fd.as_fd(), bytes, offset, &path)
             })?;
+        } else {
+            layout.client.done.bytes.fetch_add(extent.length, Ordering::Relaxed);
         }
         offset += extent.length;
     }

@@ -19,7 +19,7 @@ fn laid_out(store: &MemoryStore, root: &Entry<'_>) -> Result<(Scratch, PathBuf)>
     let scratch = Scratch::new();
     let at = scratch.path().join("tree");
     std::fs::create_dir(&at).unwrap();
-    lay_out(store, root, &at, Options { owners: false, threads: 3 })?;
+    lay_out(store, root, &at, Options { threads: 3, ..Options::default() })?;
     Ok((scratch, at))
 }
 
@@ -106,7 +106,7 @@ fn owners_come_when_they_are_asked_for() {
     for (owners, expected) in [own].into_iter().chain(is_root().then_some((true, (1_234, 4_321)))) {
         let at = scratch.path().join(owners.to_string());
         std::fs::create_dir(&at).unwrap();
-        lay_out(&store, &root, &at, Options { owners, threads: 1 }).unwrap();
+        lay_out(&store, &root, &at, Options { owners, threads: 1, counted: false }).unwrap();
         for name in ["file", "symlink", "fifo", ""] {
             let stat = stat(&at.join(name));
             assert_eq!((stat.st_uid, stat.st_gid), expected, "{name}");
@@ -398,7 +398,13 @@ fn no_right_is_needed_and_no_umask_matters() {
     store
         .serve(|reader, client| {
             as_nobody(|| {
-                checkout(reader, &root, directory.as_fd(), Options { owners: false, threads: 2 }, client)
+                checkout(
+                    reader,
+                    &root,
+                    directory.as_fd(),
+                    Options { threads: 2, ..Options::default() },
+                    client,
+                )
             })
         })
         .unwrap();
@@ -443,6 +449,30 @@ fn a_caller_that_stops_ends_the_work() {
     });
     assert!(matches!(done, Err(Error::Stopped)), "{done:?}");
     assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn progress_ends_where_it_said() {
+    let mut store = MemoryStore::new();
+    let link = Entry { link: Some(LINK), ..store.file(b"a", b"four") };
+    let hole = Extent { length: 100_000, id: None };
+    let tail = store.data(b"tail");
+    let id = store.page(Page::Extents(vec![hole, tail]));
+    let large = Entry { body: Body::File { size: 100_004, content: Content::Paged(id) }, ..plain(b"large") };
+    let fifo = Entry { body: Body::Fifo, ..plain(b"fifo") };
+    let inner = store.directory(b"inner", &[link, Entry { name: b"b", ..link }, plain(b"empty")]);
+    let root = store.directory(b"", &[Entry { name: b"c", ..link }, fifo, inner, large]);
+    let scratch = Scratch::new();
+    let directory = File::open(scratch.path()).unwrap();
+    let done = store.serve(|reader, client| {
+        let options = Options { counted: true, ..Options::default() };
+        checkout(reader, &root, directory.as_fd(), options, client)?;
+        Ok(client.done.clone())
+    });
+    let done = done.unwrap();
+    let count = |value: &std::sync::atomic::AtomicU64| value.load(Ordering::Relaxed);
+    assert_eq!((count(&done.files), count(&done.files_in_all)), (5, 5));
+    assert_eq!((count(&done.bytes), count(&done.bytes_in_all)), (100_008, 100_008));
 }
 
 #[test]

@@ -140,3 +140,21 @@ fn a_bounded_number_of_packs_is_open() {
     }
     assert_eq!(lock(&reader.packs.open).len(), MAX_OPEN);
 }
+
+#[test]
+fn the_longest_kind_is_the_longest() {
+    assert!(Kind::ALL.iter().all(|kind| kind.max_canonical() <= LONGEST.max_canonical()));
+}
+
+#[test]
+fn an_object_is_checked_whatever_it_is() {
+    let mut store = MemoryStore::new();
+    let made = chain(&mut store, 3);
+    let tree = store.put(Kind::Tree, &[0]);
+    let attrs = store.put(Kind::Attrs, &noise(1, 1_048_576));
+    let reader = store.reader();
+    for (id, kind) in [(made[2].0, Kind::Blob), (tree, Kind::Tree), (attrs, Kind::Attrs)] {
+        assert_eq!(reader.check(&id, store.at[&id]).unwrap(), kind);
+    }
+    assert!(is_damaged(reader.check(&tree, store.at[&attrs])));
+}
