@@ -84,8 +84,9 @@ FUZZ_SECONDS ?= 30
 FUZZ_SEED ?= 1
 
 .PHONY: fuzz
-fuzz: setup ## Feed both sides of the wire with broken bytes: FUZZ_SECONDS (30) each, from FUZZ_SEED (1)
+fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_SECONDS (30) each, from FUZZ_SEED (1)
 	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	$(BIN)/python -m tests.fuzz.store --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 KILLS ?= 100
