@@ -85,6 +85,8 @@ class Maker:
         file = os.open(entry.name, _CREATE, 0o600, dir_fd=place.fd)
         try:
             self._content(file, entry)
+            if entry.attrs is not None:
+                os.fchmod(file, 0o600)  # whatever the umask took
             self.dress(place, entry.name, file, entry)
         finally:
             os.close(file)
