@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreDamagedError
 from agent_sandbox.store.damage import Damage, Damages, Finder
-from agent_sandbox.store.index import translated
+from agent_sandbox.store.index import location, translated
 from agent_sandbox.store.marks import CONFLICT, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind, decode_attrs
@@ -62,9 +62,19 @@ class _Alive:
     id: bytes
     kind: Kind
     size: int | None
-    place: Location
+    place: tuple[object, object, object]
     base: bytes | None
     depth: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """A damaged object; where ``kind`` and ``length`` are known, it is what says something else of it that is wrong."""
+
+    id: bytes
+    why: str
+    kind: Kind | None = None
+    length: int | None = None
 
 
 def check(database: ObjectDatabase, *, threads: int = 0, progress: Progress | None = None) -> CheckReport:
@@ -90,8 +100,10 @@ class _Check:
         self._index()
         self._packs()
         live = self._live
-        live.execute("CREATE TABLE mark.bad (id BLOB PRIMARY KEY NOT NULL, why TEXT NOT NULL, length) WITHOUT ROWID")
-        live.fill(lambda id, kind, error: self._bad([(id, error.message, None)]))
+        live.execute(
+            "CREATE TABLE mark.bad (id BLOB PRIMARY KEY NOT NULL, why TEXT NOT NULL, kind, length) WITHOUT ROWID"
+        )
+        live.fill(lambda id, kind, error: self._bad([_Bad(id, error.message)]))
         self._bases()
         self._missing()
         objects = self._verify()
@@ -130,9 +142,10 @@ class _Check:
             if size < end:
                 self._damages.add(Damage(name, None, f"it has {size} bytes where the index knows of {end}"))
 
-    def _bad(self, rows: list[tuple[bytes, str, int | None]]) -> None:
+    def _bad(self, found: list[_Bad]) -> None:
+        rows = [(bad.id, bad.why, bad.kind and int(bad.kind), bad.length) for bad in found]
         with self._live.transaction():
-            self._live.executemany("INSERT OR IGNORE INTO mark.bad VALUES (?, ?, ?)", rows)
+            self._live.executemany("INSERT OR IGNORE INTO mark.bad VALUES (?, ?, ?, ?)", rows)
 
     def _bases(self) -> None:
         """Bases of living patches are alive too, but what is below them need not be."""
@@ -148,7 +161,7 @@ class _Check:
     def _missing(self) -> None:
         with self._live.transaction():
             self._live.execute(
-                "INSERT OR IGNORE INTO mark.bad SELECT id, 'it is missing', NULL FROM mark.live"
+                "INSERT OR IGNORE INTO mark.bad SELECT id, 'it is missing', NULL, NULL FROM mark.live"
                 " WHERE id NOT IN (SELECT id FROM objects)"
             )
 
@@ -167,7 +180,7 @@ class _Check:
             (*after, _BATCH),
         ).fetchall():
             yield [
-                _Alive(id, Kind(kind), size, Location(pack, offset, length), base, depth)
+                _Alive(id, Kind(kind), size, (pack, offset, length), base, depth)
                 for pack, offset, id, kind, size, length, base, depth in rows
             ]
             after = rows[-1][:3]
@@ -180,30 +193,34 @@ class _Check:
         with ThreadPoolExecutor(self._workers) as pool:
             for batch in self._alive():
                 slices = [batch[start : start + _SLICE] for start in range(0, len(batch), _SLICE)]
-                for bad in pool.map(self._verify_some, slices):
+                for bad, read in pool.map(self._verify_some, slices):
+                    self._bytes += read
                     if bad:
                         self._bad(bad)
                 done += len(batch)
-                self._bytes += sum(item.place.length for item in batch)
                 self._progress(done, total, self._bytes, total_bytes)
         return done
 
-    def _verify_some(self, items: list[_Alive]) -> list[tuple[bytes, str, int | None]]:
-        bad: list[tuple[bytes, str, int | None]] = []
+    def _verify_some(self, items: list[_Alive]) -> tuple[list[_Bad], int]:
+        """Return what is damaged of these, and how many bytes were read."""
+        bad: list[_Bad] = []
+        read = 0
         for item in items:
             try:
-                header, canonical = self._database.load_at(item.place, item.id, item.kind)
+                place = location(*item.place)
+                header, canonical = self._database.load_at(place, item.id, None if item.size == CONFLICT else item.kind)
+                read += place.length
                 if (header.base, header.depth or None) != (item.base, item.depth):
                     raise StoreDamagedError("the index and the pack disagree over what it is a patch of")
-                if item.kind is Kind.ATTRS:
+                if header.kind is Kind.ATTRS:
                     decode_attrs(canonical)
-                if item.size == CONFLICT:
-                    bad.append((item.id, f"it has {len(canonical)} bytes, not what each list says", len(canonical)))
-                elif item.size is not None and item.size != len(canonical):
-                    bad.append((item.id, f"it has {len(canonical)} bytes where {item.size} should be", len(canonical)))
+                if item.size is not None and item.size != len(canonical):
+                    said = "not all say the same of it" if item.size == CONFLICT else f"{item.size} are said"
+                    why = f"it is a {header.kind.name} of {len(canonical)} bytes, but {said}"
+                    bad.append(_Bad(item.id, why, header.kind, len(canonical)))
             except StoreDamagedError as error:
-                bad.append((item.id, error.message, None))
-        return bad
+                bad.append(_Bad(item.id, error.message))
+        return bad, read
 
     def _states(self) -> int:
         """Look at each state as a whole; returns how many there are."""
@@ -213,7 +230,7 @@ class _Check:
         seen = 0
         for where, id, named in self._commits():
             seen += 1
-            bad = finder.damaged(id)
+            bad = finder.damaged(id, Kind.COMMIT)
             if bad is not None:
                 finder.note(where, id, bad)
                 continue

@@ -71,10 +71,12 @@ class Finder:
         marks.execute("CREATE TABLE mark.clean (id BLOB PRIMARY KEY NOT NULL) WITHOUT ROWID")
         marks.execute("CREATE TABLE mark.shown (id BLOB PRIMARY KEY NOT NULL) WITHOUT ROWID")
 
-    def damaged(self, id: bytes) -> str | None:
-        """Return what is wrong with an object, if something is."""
-        found = self._bad(id)
-        return found[0] if found is not None else None
+    def damaged(self, id: bytes, kind: Kind, size: int | None = None) -> str | None:
+        """Return what is wrong where an object is said to be of this kind, and a blob of this size, if something is."""
+        for why, *what in self._marks.execute("SELECT why, kind, length FROM mark.bad WHERE id = ?", (id,)).fetchall():
+            if what[0] is None or what[0] != kind or (size is not None and what[1] != size):
+                return str(why)
+        return None
 
     def look(self, where: str, root: Entry, *, again: bool) -> bool:
         """Note every path of a state that leads to damage, and return whether there is one.
@@ -132,15 +134,11 @@ class Finder:
     def _show(self, id: bytes) -> None:
         self._marks.execute("INSERT OR IGNORE INTO mark.shown VALUES (?)", (id,))
 
-    def _bad(self, id: bytes) -> tuple[str, int | None] | None:
-        rows = self._marks.execute("SELECT why, length FROM mark.bad WHERE id = ?", (id,)).fetchall()
-        return rows[0] if rows else None
-
     def _is_clean(self, id: bytes) -> bool:
         return bool(self._marks.execute("SELECT 1 FROM mark.clean WHERE id = ?", (id,)).fetchone())
 
     def _entries(self, id: bytes, above: Above | None) -> Iterator[Entry | _Fault]:
-        bad = self.damaged(id)
+        bad = self.damaged(id, Kind.TREE)
         if bad is not None:
             yield _Fault(id, bad)
             return
@@ -160,7 +158,7 @@ class Finder:
     def _attributes(self, entry: Entry) -> list[_Fault]:
         if entry.attrs is None:
             return []
-        bad = self.damaged(entry.attrs)
+        bad = self.damaged(entry.attrs, Kind.ATTRS)
         return [_Fault(entry.attrs, bad)] if bad is not None else []
 
     def _file(self, entry: Entry) -> list[_Fault]:
@@ -177,7 +175,7 @@ class Finder:
         return faults
 
     def _page(self, id: bytes, level: int | None = None) -> Iterator[_Fault]:
-        bad = self.damaged(id)
+        bad = self.damaged(id, Kind.PAGE)
         if bad is not None:
             yield _Fault(id, bad)
             return
@@ -192,6 +190,6 @@ class Finder:
                 yield from self._blob(item.id, item.length)
 
     def _blob(self, id: bytes, size: int) -> Iterator[_Fault]:
-        bad = self._bad(id)
-        if bad is not None and bad[1] != size:
-            yield _Fault(id, bad[0])
+        bad = self.damaged(id, Kind.BLOB, size)
+        if bad is not None:
+            yield _Fault(id, bad)

@@ -23,8 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreFullError
-from agent_sandbox.store.index import translated
-from agent_sandbox.store.marks import PREFIX, Marks, marks
+from agent_sandbox.store.index import location, translated
+from agent_sandbox.store.marks import CONFLICT, PREFIX, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind
 from agent_sandbox.store.packs import MAX_PACK, Pack, pack_name
@@ -81,9 +81,11 @@ class _Gc:
         before = self._bytes()
         try:
             database.drop_pack()
+            database.index.quick_check()
             self._clean()
             with translated(database.index.path), marks(database) as live:
                 live.fill(_stop)
+                self._agree(live)
                 removed = self._sweep(live)
                 self._copy(live)
                 (kept,) = live.execute("SELECT count(*) FROM objects").fetchone()
@@ -122,6 +124,13 @@ class _Gc:
     def _unlink(self, numbers: Sequence[int]) -> None:
         self._database.unlink(numbers)
         self._removed_packs += len(numbers)
+
+    @staticmethod
+    def _agree(live: Marks) -> None:
+        """Stop where an object is said to be two things: what is below one of them was perhaps not marked."""
+        rows = live.execute("SELECT id FROM mark.live WHERE size = ?", (CONFLICT,)).fetchmany(1)
+        for (id,) in rows:
+            raise StoreDamagedError(f"a damaged store: not all say the same of object {id.hex()}; run check")
 
     def _sweep(self, live: Marks) -> int:
         """Forget dead objects, and drop packs without life; returns how many objects went."""
@@ -199,7 +208,7 @@ class _Gc:
         for rows in self._places(live, number):
             moved = []
             for id, offset, length in rows:
-                record = self._database.reader.read(Location(number, offset, length), 0, length)
+                record = self._database.reader.read(location(number, offset, length), 0, length)
                 header = decode_header(record[:MAX_HEADER])
                 if header.id != id or header.size + header.length != length:
                     raise StoreDamagedError(

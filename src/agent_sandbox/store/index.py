@@ -29,7 +29,7 @@ from typing import Any
 from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreError, StoreFullError, StoreVersionError
 from agent_sandbox.store.catalog import NameChanges, Names
 from agent_sandbox.store.ports import Location
-from agent_sandbox.store.records import MIN_HEADER, PACK_HEADER
+from agent_sandbox.store.records import MAX_RECORD, MIN_HEADER, PACK_HEADER
 
 APPLICATION_ID = 0x41534253  # "ASBS"
 VERSION = 1
@@ -236,7 +236,7 @@ class Index(Names):
                 f"SELECT id, pack, offset, length FROM objects WHERE id IN ({marks})",  # noqa: S608 (only marks)
                 padded,
             ):
-                found[id] = _location(pack, offset, length)
+                found[id] = location(pack, offset, length)
         return [found.get(id) for id in ids]
 
     def pack(self, number: int) -> PackRow | None:
@@ -266,6 +266,12 @@ class Index(Names):
             finally:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
+
+    def quick_check(self) -> None:
+        """Raise :class:`StoreDamagedError` when pages or rows are not what SQLite, or the schema, wants them to be."""
+        for (line,) in self.query("PRAGMA quick_check(1)"):
+            if line != "ok":
+                raise StoreDamagedError(f"a damaged index {self.path}: {line}; run check")
 
     @contextmanager
     def attached(self, scratch: Path) -> Iterator[sqlite3.Connection]:
@@ -362,7 +368,10 @@ def _connect(path: Path, wait_seconds: float) -> sqlite3.Connection:
     return connection
 
 
-def _location(pack: int, offset: int, length: int) -> Location:
-    if pack < 1 or offset < PACK_HEADER.size or not MIN_HEADER <= length < 1 << 32:
+def location(pack: object, offset: object, length: object) -> Location:
+    """Return the place that a row gives; :class:`StoreDamagedError` when no record can be there."""
+    if not (isinstance(pack, int) and isinstance(offset, int) and isinstance(length, int)) or not (
+        pack >= 1 and offset >= PACK_HEADER.size and MIN_HEADER <= length <= MAX_RECORD
+    ):
         raise StoreDamagedError("a damaged index: a record where none can be")
     return Location(pack, offset, length)

@@ -39,7 +39,7 @@ CREATE TABLE mark.live (
 CREATE INDEX mark.todo ON live (todo) WHERE todo = 1;
 """
 CONFLICT = -1
-"""The size of a blob of which two lists say different sizes."""
+"""The size of an object of which not all that lead to it say the same kind and size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +130,24 @@ class Marks:
                 (int(Kind.COMMIT),),
             )
         while batch := self.execute(
-            "SELECT id, kind, weak FROM mark.live WHERE todo = 1 LIMIT ?", (_BATCH,)
+            "SELECT id, kind, size, weak FROM mark.live WHERE todo = 1 LIMIT ?", (_BATCH,)
         ).fetchall():
             links: list[Link] = []
-            for id, number, weak in batch:
+            for id, number, size, weak in batch:
                 kind = Kind(number)
                 try:
-                    links += below(kind, self._database.load(id, kind)[1], weak=bool(weak))
+                    header, canonical = self._database.load(id, None if size == CONFLICT else kind)
+                    links += below(header.kind, canonical, weak=bool(weak))
                 except StoreDamagedError as error:
                     damaged(id, kind, error)
             links.sort(key=lambda link: link.id)
             with self.transaction():
-                self.executemany("UPDATE mark.live SET todo = 0 WHERE id = ?", [(id,) for id, _, _ in batch])
+                self.executemany("UPDATE mark.live SET todo = 0 WHERE id = ?", [(row[0],) for row in batch])
                 self.executemany(
                     "INSERT INTO mark.live (id, kind, size, weak, todo)"
                     " VALUES (?1, ?2, ?3, ?2 = ?4 AND EXISTS (SELECT 1 FROM forgotten WHERE commit_id = ?1), ?2 != ?5)"
-                    " ON CONFLICT DO UPDATE SET size = ?6 WHERE size != excluded.size",
+                    " ON CONFLICT DO UPDATE SET size = ?6, todo = 1"
+                    " WHERE (size != excluded.size OR kind != excluded.kind) AND size IS NOT ?6",
                     [
                         (link.id, int(link.kind), link.size, int(Kind.COMMIT), int(Kind.BLOB), CONFLICT)
                         for link in links

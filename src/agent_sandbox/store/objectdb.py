@@ -30,13 +30,12 @@ from agent_sandbox.errors import StoreDamagedError, StoreError
 from agent_sandbox.store.directory import make_store, read_store
 from agent_sandbox.store.index import Index, Known, Transaction, probe
 from agent_sandbox.store.locks import StoreLock
-from agent_sandbox.store.objects import MAX_CANONICAL, Kind
+from agent_sandbox.store.objects import Kind
 from agent_sandbox.store.packs import MAX_PACK, OsFiles, Pack, PackFiles, PackReader, failed, open_directory, pack_name
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import (
     MAX_DEPTH,
     MAX_HEADER,
-    SLACK,
     Header,
     decode_header,
     decode_payload,
@@ -45,7 +44,6 @@ from agent_sandbox.store.writer import PackedWriter
 
 CACHE_BYTES = 16 << 20
 """Canonical bytes of directories, pages and commits that are kept in memory."""
-_MAX_RECORD = MAX_HEADER + max(MAX_CANONICAL.values()) + SLACK
 _TRIES = 16
 """Numbers of packs that are tried when the files are there already (an index that is older than its packs)."""
 
@@ -164,8 +162,6 @@ class ObjectDatabase:
         self, place: Location, id: bytes, kind: Kind | None = None, above: int = MAX_DEPTH + 1
     ) -> tuple[Header, bytes]:
         """Return the same from where the object is known to be."""
-        if place.length > _MAX_RECORD:
-            raise StoreDamagedError(f"a damaged index: object {id.hex()} is longer than any may be")
         record = self.reader.read(place, 0, place.length)
         header = decode_header(record[:MAX_HEADER])
         if header.id != id or header.size + header.length != place.length:

@@ -27,6 +27,7 @@ _HEAD = struct.Struct("<BBBBII32s")
 _CRC = struct.Struct("<I")
 MIN_HEADER = _HEAD.size + _CRC.size
 MAX_HEADER = MIN_HEADER + ID_BYTES
+MAX_RECORD = MAX_HEADER + max(MAX_CANONICAL.values()) + SLACK
 LEVEL = 1
 """zstd level: most of the gain at a speed near the disk's."""
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from agent_sandbox.errors import StoreDamagedError
 from agent_sandbox.store.catalog import Ref, RefKind
 from agent_sandbox.store.check import CheckReport, check
+from agent_sandbox.store.gc import collect
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import (
     Child,
@@ -356,6 +358,8 @@ def test_rows_that_sqlite_finds_out_of_order_are_reported(path: Path) -> None:
     (path / "index.sqlite").write_bytes(content.replace(ids[0], b"\xff" * 32))
     with ObjectDatabase.open(path) as database:
         assert ("index", None) in found(check(database))
+        with pytest.raises(StoreDamagedError, match="run check"):
+            collect(database, wait_seconds=1)
 
 
 # ---- states that no writer would make ------------------------------------------------------------------------------
@@ -388,6 +392,45 @@ def test_chunk_of_another_length_is_reported(database: ObjectDatabase) -> None:
     )
     keep_root(database, root, [(Kind.BLOB, blob), (Kind.PAGE, page), tree])
     assert {damage.path for damage in check(database).damages} == {b"f"}
+
+
+@pytest.mark.parametrize("names", [(b"directory", b"file"), (b"zdirectory", b"file")])
+def test_object_that_is_said_to_be_of_two_kinds_is_reported_where_that_is_wrong(
+    database: ObjectDatabase, names: tuple[bytes, bytes]
+) -> None:
+    """Whichever is met first: gc must not take what is below it, nor go on."""
+    head = keep(database, {b"inside": b"1"})
+    tree = commit(database, head).root.content
+    assert tree is not None
+    root, forged = directory(
+        sorted(
+            [
+                Entry(names[0], Type.DIRECTORY, 0o755, 0, content=tree),
+                Entry(names[1], Type.FILE, 0o644, 0, size=len(database.read(tree, Kind.TREE)), content=tree),
+            ]
+        )
+    )
+    keep_root(database, root, [forged])
+    with database.transaction() as change:
+        change.remove_ref("p", "main")
+    assert found(check(database)) == {("p:forged", b"file")}
+    objects = stats(database).objects
+    with pytest.raises(StoreDamagedError, match="run check"):
+        collect(database, wait_seconds=1)
+    assert stats(database).objects == objects
+
+
+def test_object_of_another_kind_than_is_said_is_reported(database: ObjectDatabase) -> None:
+    good, blob = file(database, b"good", b"12345")
+    assert good.content is not None
+    root, tree = directory([Entry(b"bad", Type.DIRECTORY, 0o755, 0, content=good.content), good])
+    keep_root(database, root, [blob, tree])
+    assert found(check(database)) == {("p:forged", b"bad")}
+    alone, other = directory([Entry(b"bad", Type.DIRECTORY, 0o755, 0, content=good.content)])
+    with database.transaction() as change:
+        change.remove_ref("p", "forged")
+    keep_root(database, alone, [other])
+    assert found(check(database)) == {("p:forged", b"bad")}
 
 
 def test_list_whose_lengths_do_not_add_up_is_reported(database: ObjectDatabase) -> None:
