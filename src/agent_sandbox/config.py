@@ -74,6 +74,9 @@ class Settings:
         "it: their file systems turn read-only on a full disk.",
         low=0,
     )
+    checkout_cache_mb: int = _setting(
+        10_240, "Most that states laid out for rollback and fork take of the disk, MiB, where nobody uses them.", low=0
+    )
     default_timeout_seconds: int = _setting(900, "Time to live of a sandbox that asks for none.", low=1)
     max_timeout_seconds: int = _setting(86400, "Longest time to live.", low=1)
     default_cpus: float = _setting(1.0, "Cores of a sandbox.", low=0.01)

@@ -45,6 +45,28 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedWorkspace:
+    """What ``/workspace`` begins with: read-only directories on this host, the topmost first, as overlay layers.
+
+    They belong to the manager, stay unchanged, and are kept for as long as the environment is there. Files in them have
+    the sandbox user's ids as they are inside.
+    """
+
+    lowers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWorkspace:
+    """A workspace while nothing in it changes, as a directory on this host. Its content is the guest's: hostile.
+
+    ``mapped`` says that a process may have changed a file through a shared map: its times say nothing then.
+    """
+
+    path: str
+    mapped: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedImage:
     """An image name resolved to content: ``digest`` is empty and ``pinned`` false where it can change underneath."""
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import NoReturn, Protocol, Self
 
 from agent_sandbox.errors import UnsupportedError
@@ -42,6 +43,8 @@ from agent_sandbox.types import (
     FileChange,
     FileEntry,
     GuestStats,
+    HeldWorkspace,
+    PreparedWorkspace,
     ResolvedImage,
     SandboxSpec,
     TerminalSize,
@@ -125,6 +128,26 @@ class Backend(abc.ABC):
         Calling it twice, or for an unknown id, succeeds. When it returns, no process of the guest runs; what remains
         to be removed goes in the background, and ``list_ids`` shows the id until it is gone.
         """
+
+    async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
+        """As :meth:`create`, with a workspace that begins as ``workspace`` shows it. What changes is the sandbox's own.
+
+        Of backends with the capability ``layered_workspace``, as the two methods below. The layers stay in use until
+        ``list_ids`` does not show the environment any more. :class:`BackendError` when a layer is not there.
+        """
+        raise UnsupportedError("layered_workspace", self.name)
+
+    def hold_workspace(self, id: str) -> AbstractAsyncContextManager[HeldWorkspace]:
+        """Freeze every process of a running environment and give its workspace as a directory, to be read only.
+
+        They go on when the block is left, however it is left, and after a crash when the next server starts.
+        :class:`ConflictError` when it is stopped, or when its processes cannot be frozen within seconds.
+        """
+        raise UnsupportedError("layered_workspace", self.name)
+
+    async def layers_in_use(self) -> set[str]:
+        """The directories that environments, stopped ones included, have as layers: nobody may remove them."""
+        raise UnsupportedError("layered_workspace", self.name)
 
     async def start_environment(self, id: str) -> None:
         """Start a stopped environment again: the same spec, image content and workspace, with an empty ``/tmp``.

@@ -38,6 +38,7 @@ from agent_sandbox.manager.records import SandboxRecord
 from agent_sandbox.manager.snapshots import SnapshotStore
 from agent_sandbox.manager.state import DataLock, StateStore, StoredSandbox, prepare_data_dir
 from agent_sandbox.manager.tasks import Tasks, uninterrupted
+from agent_sandbox.manager.workspaces import Workspaces
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Fleet:
         self.clock = clock
         self.state = StateStore(settings.data_dir / "state.db")
         self.snapshots = SnapshotStore(settings.data_dir / "snapshots")
+        self.workspaces = Workspaces(settings.data_dir, settings.checkout_cache_mb << 20, self._layers_in_use)
         self.tasks = Tasks()
         self.entries: dict[str, Entry] = {}
         self.unreadable: dict[str, StoredSandbox] = {}
@@ -103,6 +105,8 @@ class Fleet:
                         raise
                     self._down[name] = error.message
                     log.warning("backend %s is down: %s", name, error)
+            if self.workspaces.exists:  # snapshots of a backend that offers no layers any more are there, too
+                await self._start_workspaces()
         except BaseException:
             self.tasks.cancel()
             await self.tasks.settle(_CLOSE_SECONDS)
@@ -312,6 +316,7 @@ class Fleet:
         await self._forget(entry)
         entry.mark("removed")
         del self.entries[entry.record.id]
+        await self.workspaces.gone(entry.record.id)
 
     async def _forget(self, entry: Entry) -> None:
         # On a full disk the row goes as soon as the environment's files have, which is in the background.
@@ -380,7 +385,22 @@ class Fleet:
                 continue
             log.warning("environment %s has no record; destroying it", env_id)
             self._orphans[env_id] = name
+        if backend.capabilities.layered_workspace:
+            await self._start_workspaces()
         self._start_removals()
+
+    async def _start_workspaces(self) -> None:
+        ids = {*self.entries, *self.unreadable}
+        await self.workspaces.start(await self.state.snapshot_ids(), ids)
+
+    async def _layers_in_use(self) -> set[str]:
+        found: set[str] = set()
+        for name, backend in self.backends.items():
+            if name in self._down:
+                raise BackendError(f"backend {name!r} is down: {self._down[name]}")
+            if backend.capabilities.layered_workspace:
+                found |= await backend.layers_in_use()
+        return found
 
     async def _find_again(self, entry: Entry) -> None:
         entry.record = dataclasses.replace(entry.record, running=True)  # until it says otherwise
@@ -430,6 +450,7 @@ class Fleet:
                 waiting.append(entry)
         await self._each(waiting, self._tend)
         self._start_removals()
+        await self.workspaces.tidy()
 
     async def _each(self, items: Iterable[_T], work: Callable[[_T], Awaitable[None]]) -> None:
         """Do ``work`` for many, ``_AT_ONCE`` at once. ``work`` raises nothing but cancellation."""
@@ -450,6 +471,7 @@ class Fleet:
             except SandboxError as error:
                 log.warning("closing backend %s: %s", name, error)
         await self.snapshots.close()
+        await self.workspaces.close()
         await self.state.close()
         await asyncio.to_thread(self._lock.release)
 

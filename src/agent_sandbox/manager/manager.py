@@ -19,6 +19,7 @@ and on every sweep in ``fleet.py``. This file is longer than its neighbours beca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -36,7 +37,13 @@ from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.files import Files
 from agent_sandbox.manager.idempotency import Idempotency
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
-from agent_sandbox.manager.records import BackendStatus, SandboxRecord, SandboxStats, SnapshotRecord
+from agent_sandbox.manager.records import (
+    BackendStatus,
+    SandboxRecord,
+    SandboxStats,
+    SnapshotRecord,
+    UnreadableRecordError,
+)
 from agent_sandbox.manager.snapshots import MissingFileError
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.types import SandboxSpec
@@ -225,6 +232,8 @@ class Manager(Commands, Files):
                 raise stopped(record.id)
             id, limit = new_id("snap"), self._settings.max_snapshot_bytes
             created_at = self._clock()
+            if backend.capabilities.layered_workspace:
+                return await self._take_layered(entry, backend, id, name, created_at)
             stored = await self._fleet.snapshots.save(
                 id, lambda sink: backend.export_workspace(record.env_id, sink, limit), limit
             )
@@ -244,12 +253,49 @@ class Manager(Commands, Files):
             await uninterrupted(self._keep(snapshot))
             return snapshot
 
+    async def _take_layered(
+        self, entry: Entry, backend: Backend, id: str, name: str | None, created_at: float
+    ) -> SnapshotRecord:
+        record, limit = entry.record, self._settings.max_snapshot_bytes
+        source = await self._source_commit(record)
+        async with backend.hold_workspace(record.env_id) as held:
+            taken = await self._fleet.workspaces.take(record.id, id, source, held, limit)
+        snapshot = SnapshotRecord(
+            id=id,
+            sandbox_id=record.id,
+            name=name,
+            backend=record.backend,
+            spec=record.spec,
+            size_bytes=taken.report.bytes,
+            stored_bytes=taken.report.stored,
+            created_at=created_at,
+            skipped=taken.skipped(),
+            skipped_total=taken.report.left_out_count,
+            commit=taken.commit,
+        )
+        await uninterrupted(self._keep(snapshot))
+        return snapshot
+
+    async def _source_commit(self, record: SandboxRecord) -> str | None:
+        if record.source_snapshot_id is None:
+            return None
+        try:
+            return (await self._fleet.state.get_snapshot(record.source_snapshot_id)).commit
+        except SandboxError:
+            return None  # deleted meanwhile: the history begins anew
+
     async def _keep(self, snapshot: SnapshotRecord) -> None:
         try:
             await self._fleet.state.put_snapshot(snapshot)
         except SandboxError:
-            await self._fleet.snapshots.delete(snapshot.id)
+            await self._remove_content(snapshot.id, snapshot.commit)
             raise
+
+    async def _remove_content(self, id: str, commit: str | None) -> None:
+        if commit is None:
+            await self._fleet.snapshots.delete(id)
+        else:
+            await self._fleet.workspaces.drop(id)
 
     async def list_snapshots(self, sandbox_id: str | None = None) -> list[SnapshotRecord]:
         """Give the snapshots by ``created_at``: all, or those of one sandbox, which need not live any more."""
@@ -267,9 +313,11 @@ class Manager(Commands, Files):
             await uninterrupted(self._drop(id))
 
     async def _drop(self, id: str) -> None:
-        if not await self._fleet.state.delete_snapshot(id):
-            await self._fleet.state.get_snapshot(id)
-        await self._fleet.snapshots.delete(id)
+        commit = None
+        with contextlib.suppress(UnreadableRecordError):
+            commit = (await self._fleet.state.get_snapshot(id)).commit
+        await self._fleet.state.delete_snapshot(id)
+        await self._remove_content(id, commit)
 
     async def rollback(self, id: str, snapshot_id: str) -> SandboxRecord:
         """Put a snapshot's workspace in place of a sandbox's; every process in it ends. Id, spec, expiry and env stay.
@@ -293,6 +341,8 @@ class Manager(Commands, Files):
                 await uninterrupted(
                     entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
                 )
+                if snapshot.commit is not None:
+                    await self._fleet.workspaces.moved(entry.record.id, snapshot.commit)
             finally:
                 is_swapped = entry.record.env_id == new
                 if entry.state == "rolling_back":
@@ -392,14 +442,22 @@ class Manager(Commands, Files):
             raise
 
     async def _make(self, backend: Backend, env_id: str, spec: SandboxSpec, snapshot: SnapshotRecord | None) -> None:
-        await backend.create(env_id, spec)
-        if snapshot is not None:
-            await self._fill(backend, env_id, snapshot)
+        if snapshot is not None and snapshot.commit is not None and backend.capabilities.layered_workspace:
+            async with self._fleet.workspaces.prepared(snapshot.commit, spec.uid, spec.gid) as workspace:
+                await backend.create_from(env_id, spec, workspace)
+        else:
+            await backend.create(env_id, spec)
+            if snapshot is not None:
+                await self._fill(backend, env_id, snapshot)
         if not await backend.is_running(env_id):
             raise BackendError("the new sandbox ended right after its start")
 
     async def _fill(self, backend: Backend, env_id: str, snapshot: SnapshotRecord) -> None:
         limit = max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
+        if snapshot.commit is not None:
+            async with aclosing(self._fleet.workspaces.archive(snapshot.commit)) as pieces:
+                await backend.import_workspace(env_id, pieces, limit)
+            return
         try:
             async with self._fleet.snapshots.open(snapshot.id, snapshot.stored_bytes, snapshot.digest) as archive:
                 try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -24,7 +25,8 @@ from agent_sandbox.types import Capabilities, EnvironmentInfo, ExecExit, GuestSt
 SANDBOX_VERSION = 2
 """2: with ``latest_at`` and ``metadata``."""
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION = 2
+"""2: with ``commit``."""
 
 _T = TypeVar("_T")
 
@@ -58,8 +60,9 @@ class SandboxRecord:
 class SnapshotRecord:
     """One snapshot: the sandbox it was taken of and the spec that this had.
 
-    ``size_bytes`` counts regular files without holes, ``stored_bytes`` the file in ``snapshots/``, whose BLAKE2b-256 is
-    ``digest`` (hexadecimal). ``skipped`` has at most 100 pairs of path and reason, ``skipped_total`` is their whole
+    ``commit`` is its state in the store, 64 hexadecimal digits; None for a file in ``snapshots/``, whose BLAKE2b-256 is
+    ``digest`` (hexadecimal). ``size_bytes`` counts regular files without holes, ``stored_bytes`` what was added to the
+    disk for it. ``skipped`` has at most 100 pairs of path and reason, ``skipped_total`` is their whole
     count.
     """
 
@@ -73,7 +76,8 @@ class SnapshotRecord:
     created_at: float
     skipped: tuple[tuple[str, str], ...]
     skipped_total: int
-    digest: str
+    digest: str = ""
+    commit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -186,9 +190,17 @@ def decode_snapshot(text: object) -> SnapshotRecord:
             skipped=tuple((str(path), str(reason)) for path, reason in table["skipped"]),
             skipped_total=_typed(table, "skipped_total", int),
             digest=_typed(table, "digest", str),
+            commit=None if table["version"] == 1 else _commit(table),
         )
 
     return _decode(text, build, SNAPSHOT_VERSION)
+
+
+def _commit(table: Mapping[str, Any]) -> str | None:
+    commit = _optional(table, "commit")
+    if commit is not None and not re.fullmatch(r"[0-9a-f]{64}", commit):
+        raise ValueError("the commit is no commit's id")
+    return commit
 
 
 def _encode(table: Mapping[str, Any]) -> str:

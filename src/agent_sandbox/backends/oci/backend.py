@@ -30,7 +30,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -40,9 +40,9 @@ from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
 from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, finish_groups, furnish, launch
 from agent_sandbox.backends.oci.disk import Templates
 from agent_sandbox.backends.oci.ending import end_processes
-from agent_sandbox.backends.oci.environment import Environment, Record
+from agent_sandbox.backends.oci.environment import MAX_LAYERS, Environment, Record
 from agent_sandbox.backends.oci.failures import translated
-from agent_sandbox.backends.oci.inspection import observe
+from agent_sandbox.backends.oci.inspection import has_shared_map, observe
 from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.backends.oci.removals import Removals
 from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
@@ -58,7 +58,14 @@ from agent_sandbox.errors import (
     UnsupportedError,
 )
 from agent_sandbox.images import ImageRoot, ImageStore
-from agent_sandbox.types import EnvironmentInfo, LimitName, ResolvedImage, SandboxSpec
+from agent_sandbox.types import (
+    EnvironmentInfo,
+    HeldWorkspace,
+    LimitName,
+    PreparedWorkspace,
+    ResolvedImage,
+    SandboxSpec,
+)
 
 T = TypeVar("T")
 
@@ -126,7 +133,10 @@ class OciBackend(GuestBackend):
             has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
             has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
             no_userns=self._places.prepare_ranges(),
+            no_layers=self._places.why_no_layers(),
         )
+        for id in self._list():
+            self._groups(id).thaw()  # a server that ended while it held a workspace left the sandbox frozen
         self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
 
     async def close(self) -> None:
@@ -151,11 +161,21 @@ class OciBackend(GuestBackend):
     # -- create --------------------------------------------------------------------------
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
+        await self._create_over(id, spec, ())
+
+    async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
+        if not self.capabilities.layered_workspace:
+            raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
+        await self._create_over(id, spec, workspace.lowers)
+
+    async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
         self._check(id, spec)
+        if len(layers) > MAX_LAYERS:
+            raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
         if id in self._removals or self._places.environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
-            await self._alone(id, self._create(id, spec))
+            await self._alone(id, self._create(id, spec, layers))
         except asyncio.CancelledError:
             if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
@@ -196,14 +216,14 @@ class OciBackend(GuestBackend):
             remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             raise UnsupportedError(f"limit {missing[0]}", self.name, remedy)
 
-    async def _create(self, id: str, spec: SandboxSpec) -> None:
+    async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
         environment, step = self._places.environment(id), _steps("create", id)
         try:
             async with translated("creating the sandbox"):
                 step("image")
                 image = await self._thread(self._images.open, spec.image, spec.image_digest)
                 step("record")
-                record, key = await self._thread(self._record_new, environment, spec, image)
+                record, key = await self._thread(self._record_new, environment, spec, image, layers)
                 step("disk")
                 await self._build(environment, record, key, image, step, new=True)
         except BaseException as error:
@@ -214,10 +234,12 @@ class OciBackend(GuestBackend):
                 raise
             raise explained from error
 
-    def _record_new(self, environment: Environment, spec: SandboxSpec, image: ImageRoot) -> tuple[Record, bytes]:
+    def _record_new(
+        self, environment: Environment, spec: SandboxSpec, image: ImageRoot, layers: tuple[str, ...]
+    ) -> tuple[Record, bytes]:
         environment.reserve()
         ids = self._places.ranges.claim(environment.directory) if self.capabilities.userns else None
-        record = Record(environment.id, spec, image.rootfs, ids, image.env)
+        record = Record(environment.id, spec, image.rootfs, ids, image.env, layers)
         return record, environment.make(record)
 
     async def _build(
@@ -375,6 +397,27 @@ class OciBackend(GuestBackend):
             if explained is error:
                 raise
             raise explained from error
+
+    # -- the workspace from outside --------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def hold_workspace(self, id: str) -> AsyncGenerator[HeldWorkspace, None]:
+        await self._record(id)
+        if not await self.is_running(id):
+            raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
+        groups, workspace = self._groups(id), self._places.environment(id).disk.workspace
+        try:
+            async with translated("holding the sandbox still"):
+                if not await self._thread(groups.freeze):
+                    raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
+                mapped = await self._thread(has_shared_map, groups.processes())
+            yield HeldWorkspace(str(workspace), mapped)
+        finally:
+            await self._thread(groups.thaw)
+
+    async def layers_in_use(self) -> set[str]:
+        async with translated("listing the layers in use"):
+            return await self._thread(self._places.layers)
 
     # -- looking -----------------------------------------------------------------------
 

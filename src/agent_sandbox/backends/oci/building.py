@@ -56,6 +56,8 @@ def furnish(
         disk.make(host.templates.get(spec.disk_mb), spec.uid, spec.gid, record.ids or 0)
     else:
         disk.open()
+    if record.layers:
+        environment.make_workspace(record, namespace, new=new)
     rootfs, binds = record.rootfs, image.binds
     writable = not spec.read_only_rootfs
     if writable or namespace is not None:

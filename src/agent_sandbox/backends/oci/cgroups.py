@@ -29,6 +29,8 @@ UNLIMITED = 1 << 60
 _SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 """Of v1; in spite of its name for UDP, too. Runtimes no longer set it, and without it socket buffers count nowhere."""
 _FREEZE_SECONDS = 2.0
+_HOLD_SECONDS = 5.0
+"""How long stopping every process may take: a little more than a slow disk keeps one waiting."""
 _REMOVE_SECONDS = 2.0
 _ROUNDS = 1000
 """Kill rounds where there is no ``cgroup.kill``: with frozen processes one is enough; a bound, not a tuning."""
@@ -205,12 +207,37 @@ class Groups:
         everybody = self.processes()
         group = None if unified is None else unified / self._path
         if group is not None and everybody <= set(_members(group)) and _write(group / "cgroup.kill", "1"):
-            self._thaw()
+            self.thaw()
             return
         if everybody:
             self._freeze_and_kill()
 
-    def _thaw(self) -> None:
+    def freeze(self) -> bool:
+        """Stop every process where it is, those of subgroups as well; False when some did not stop within seconds.
+
+        Call :meth:`thaw` in any case. A process that waits for a disk stops once it has waited.
+        """
+        deadline = time.monotonic() + _HOLD_SECONDS
+        state = self._file("freezer", "freezer.state")
+        if state is not None:
+            while _write(state, "FROZEN") and (_read(state) or "").strip() != "FROZEN":
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+            return (_read(state) or "").strip() == "FROZEN"
+        if self._hierarchies.unified is None:
+            return False
+        group = self._hierarchies.unified / self._path
+        if not _write(group / "cgroup.freeze", "1"):
+            return False
+        while parse_counter(_read(group / "cgroup.events"), "frozen") != 1:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def thaw(self) -> None:
+        """Let every process go on. Nothing happens where none was stopped."""
         freezer = self._file("freezer", "freezer.state")
         if freezer is not None:
             _write(freezer, "THAWED")
@@ -233,7 +260,7 @@ class Groups:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
             killed |= new
-        self._thaw()
+        self.thaw()
 
     def remove(self) -> None:
         """Remove the group's directories, waiting for processes that are about to go. :class:`OSError` if they stay."""

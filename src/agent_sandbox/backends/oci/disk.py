@@ -13,7 +13,8 @@ Strategy
   this sandbox, and its ids belong to nobody else on the host.
 * On the disk stand ``workspace`` (bound into the sandbox; ``lost+found`` stays outside), ``upper`` and ``work`` (a
   writable root's changes), the daemon's log, all within the same limit, and the places ``root`` and ``lower`` where the
-  sandbox's root file system is put together.
+  sandbox's root file system is put together. A workspace over layers has its changes in ``changes`` and
+  ``changes-work``, and is put together on ``workspace``.
 * A disk whose kernel went away under it is mended by e2fsck before it is mounted again; a clean one needs no program.
 
 Known ugliness: LOOP_CTL_GET_FREE names a device without reserving it, so two users race for it; the loser tries again.
@@ -76,6 +77,8 @@ class Disk:
         self.workspace = self.mount_point / "workspace"
         self.upper = self.mount_point / "upper"
         self.work = self.mount_point / "work"
+        self.changes = self.mount_point / "changes"
+        self.changes_work = self.mount_point / "changes-work"
         self.log = self.mount_point / "sandboxd.log"
 
     def make(self, template: Path, uid: int, gid: int, base: int) -> None:

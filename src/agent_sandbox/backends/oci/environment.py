@@ -43,6 +43,10 @@ from agent_sandbox.types import SandboxSpec
 
 VERSION = 1
 KEY_BYTES = 32
+MAX_LAYERS = 64
+"""Layers below a workspace; their names are mount options, which end at 4 KiB (mount(2)), at 25 bytes for each."""
+OVERLAY_OPTIONS = "redirect_dir=on,index=on,metacopy=off,xino=on"
+"""Of a workspace: renames of directories and writes to hard links work as anywhere, files have numbers that stay."""
 _RECORD_BYTES = 8 << 20
 """An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
 _BACKLOG = 64
@@ -55,7 +59,8 @@ class Record:
     """What an environment was made from.
 
     ``rootfs`` is the directory of the image's content, ``ids`` the first of its 65,536 host ids: None when it shares
-    the host's. ``image_env`` is the image's part of each command's environment.
+    the host's. ``image_env`` is the image's part of each command's environment. ``layers`` is what the workspace began
+    with, the topmost first; none where it began empty.
     """
 
     id: str
@@ -63,6 +68,7 @@ class Record:
     rootfs: Path
     ids: int | None = None
     image_env: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
 
 
 class Environment:
@@ -88,6 +94,7 @@ class Environment:
             "spec": _spec_to_json(record.spec),
             "ids": record.ids,
             "image_env": dict(record.image_env),
+            "layers": list(record.layers),
         }
         write_private(self._record, json.dumps(text).encode())
         key = secrets.token_bytes(KEY_BYTES)
@@ -116,7 +123,7 @@ class Environment:
             raise NotFoundError(f"there is no environment {self.id}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
-        return Record(self.id, stored.spec, Path(stored.rootfs), stored.ids, stored.image_env)
+        return Record(self.id, stored.spec, Path(stored.rootfs), stored.ids, stored.image_env, tuple(stored.layers))
 
     def key(self) -> bytes:
         """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
@@ -208,6 +215,35 @@ class Environment:
             options = f"lowerdir={lower_},upperdir={upper},workdir={work},redirect_dir=on,metacopy=off"
             mounts.mount("overlay", self.disk.root, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
 
+    def make_workspace(self, record: Record, namespace: int | None, *, new: bool) -> None:
+        """Put a workspace over layers together on ``disk.workspace``. :class:`BackendError` when a layer is gone.
+
+        The changes' root begins as that of the topmost layer.
+        """
+        disk, layers = self.disk, [Path(layer) for layer in record.layers]
+        for layer in layers:
+            if not layer.is_dir():
+                raise BackendError(f"a layer of the workspace is gone: {layer}")
+        with contextlib.ExitStack() as stack:
+            shown: list[Path] = []
+            if namespace is None:
+                shown = layers
+            else:
+                for number, layer in enumerate(layers):
+                    place = disk.mount_point / f"layer-{number}"
+                    place.mkdir(mode=0o755, exist_ok=True)
+                    idmap.attach(layer, place, namespace)
+                    stack.callback(mounts.detach, place)
+                    shown.append(place)
+            if new:
+                for directory in (disk.changes, disk.changes_work):
+                    directory.mkdir(mode=0o755)
+                _take_after(layers[0], disk.changes, record.ids or 0)
+            lowers = [stack.enter_context(_directory(place)) for place in shown]
+            upper, work = (stack.enter_context(_directory(part)) for part in (disk.changes, disk.changes_work))
+            options = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},{OVERLAY_OPTIONS}"
+            mounts.mount("overlay", disk.workspace, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+
     def hide_root(self) -> None:
         """Take the root file system out of the host's sight, once the sandbox has it."""
         for point in mounts.mounted_below(self.disk.root):
@@ -245,6 +281,17 @@ def write_private(path: Path, content: bytes) -> None:
     aside.replace(path)
 
 
+def _take_after(source: Path, target: Path, base: int) -> None:
+    """Give a directory the mode, times, attributes and, counted from ``base``, the owner of another one."""
+    state = source.stat()
+    os.chown(target, base + state.st_uid, base + state.st_gid)
+    for name in os.listxattr(source):
+        if name.startswith("user."):
+            os.setxattr(target, name, os.getxattr(source, name))
+    target.chmod(stat.S_IMODE(state.st_mode))
+    os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
 @contextlib.contextmanager
 def _directory(path: Path) -> Any:
     """A name for a directory that is short and free of special characters: socket addresses hold 107 bytes, and mount
@@ -268,6 +315,7 @@ class _Stored(msgspec.Struct):
     spec: SandboxSpec
     ids: Annotated[int, msgspec.Meta(gt=0, lt=END)] | None = None
     image_env: dict[str, str] = msgspec.field(default_factory=dict)
+    layers: Annotated[list[str], msgspec.Meta(max_length=MAX_LAYERS)] = msgspec.field(default_factory=list)
 
 
 def _spec_to_json(spec: SandboxSpec) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from agent_sandbox.backends.oci.runc import Process
 
 _BYTES = 256 * 1024
 """Of each file: some thousand mounts, far more than a sandbox has."""
+_NO_FILES = (b"/dev/", b"/memfd:", b"/SYSV", b"anon_inode:")
+"""Maps of memory and devices (proc_pid_maps(5)): no file of a workspace has such a name."""
 _STATUS = {
     "CapEff": "capabilities_effective",
     "CapBnd": "capabilities_bounding",
@@ -45,6 +48,27 @@ def parse_status(text: str) -> dict[str, str]:
     """The privileges in a status file (proc_pid_status(5)), as the kernel writes them."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {_STATUS[name]: value.strip() for name, _, value in pairs if name in _STATUS}
+
+
+def has_shared_map(processes: Iterable[int]) -> bool:
+    """Whether one of the processes has a file mapped shared and writable; when in doubt, True.
+
+    A second store through such a map changes bytes but no time of the file (mmap(2) promises no more).
+    """
+    for pid in processes:
+        try:
+            with Path(f"/proc/{pid}/maps").open("rb") as file:
+                for line in file:
+                    fields = line.split(None, 5)
+                    if len(fields) < 6 or fields[1][1:2] != b"w" or fields[1][3:4] != b"s":
+                        continue
+                    if not fields[5].startswith(_NO_FILES):
+                        return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        except OSError:
+            return True
+    return False
 
 
 def _read(path: Path) -> str:

@@ -17,10 +17,12 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
+import shutil
 from pathlib import Path
 
-from agent_sandbox.backends.oci import idmap
-from agent_sandbox.backends.oci.environment import Environment, Record
+from agent_sandbox.backends.oci import idmap, mounts
+from agent_sandbox.backends.oci.environment import OVERLAY_OPTIONS, Environment, Record
 from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.errors import BackendError, NotFoundError
 
@@ -73,6 +75,21 @@ class Places:
             return f"{ID_DIRECTORY} cannot be used ({error.strerror})"
         return idmap.why_not((Path("/usr"), self.data_dir))
 
+    def why_no_layers(self) -> str:
+        """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
+        place = self.run / f"probe-{secrets.token_hex(4)}"
+        try:
+            for name in ("lower", "upper", "work", "merged"):
+                (place / name).mkdir(parents=True)
+            options = f"lowerdir={place}/lower,upperdir={place}/upper,workdir={place}/work,{OVERLAY_OPTIONS}"
+            mounts.mount("overlay", place / "merged", "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+            mounts.detach(place / "merged")
+        except OSError as error:
+            return f"this host's kernel mounts no overlay with {OVERLAY_OPTIONS} ({error.strerror})"
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        return ""
+
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
         for directory in (self.runc, self.box, self.run):
@@ -98,6 +115,19 @@ class Places:
                 continue
             except BackendError as error:
                 _log.warning("%s", error.message)
+        return found
+
+    def layers(self) -> set[str]:
+        """The directories that environments have as layers of their workspaces.
+
+        :class:`BackendError` when a record is damaged: its layers cannot be known, and none may be removed.
+        """
+        found: set[str] = set()
+        for directory in self.environments.iterdir():
+            try:
+                found |= set(self.environment(directory.name).record().layers)
+            except NotFoundError:
+                continue
         return found
 
     def root_directories(self) -> set[Path]:

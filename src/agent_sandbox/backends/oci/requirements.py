@@ -46,11 +46,12 @@ def find_sandboxd(configured: str) -> Path:
 
 
 def capabilities(
-    limits: frozenset[LimitName], *, has_swap_limit: bool, has_socket_limit: bool, no_userns: str
+    limits: frozenset[LimitName], *, has_swap_limit: bool, has_socket_limit: bool, no_userns: str, no_layers: str = ""
 ) -> Capabilities:
     """What this backend offers where the kernel keeps ``limits`` by control groups.
 
-    ``no_userns`` says why sandboxes get no host ids of their own; it is empty where they do.
+    ``no_userns`` says why sandboxes get no host ids of their own; it is empty where they do. ``no_layers`` says why
+    workspaces are no overlays of layers.
     """
     notes = {"disk": "size only; its bandwidth is not limited"}
     if no_userns:
@@ -66,11 +67,14 @@ def capabilities(
         notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
     elif "memory" in limits and not has_socket_limit:
         notes["memory"] = "this kernel does not limit the buffers of internet sockets"
+    if no_layers:
+        notes["layered_workspace"] = f"{no_layers}; snapshots copy the whole workspace"
     return Capabilities(
         isolation="container",
         enforces=limits | {"disk", "network"},
         network=frozenset({"none"}),
         userns=not no_userns,
         guest=True,
+        layered_workspace=not no_layers,
         notes=notes,
     )

@@ -1,0 +1,338 @@
+"""Workspaces with history: snapshots as commits of the store, and the layers that new environments begin with.
+
+::
+
+    DATA_DIR/store/        every state, once (spec/store.md); the project ``sandboxes`` has a branch for each sandbox
+    DATA_DIR/checkouts/    layers that workspaces are mounted over: a cache (store/checkouts.py)
+
+The rules
+---------
+* A snapshot is a pin with the snapshot's id on a commit. The commit and the pin are on the disk before the caller
+  commits the row; a pin without a row goes at the next start, a row without a pin cannot be.
+* A sandbox's branch is where its next commit begins: only history and the size of patches hang on it, no content.
+* Reading a workspace happens while the backend holds it still; nothing else here waits for a guest.
+* Everything that blocks runs in ``_THREADS`` threads, and is seen through when its caller is cancelled. A capture that
+  nobody waits for any more ends at its next progress report.
+* gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agent_sandbox.errors import (
+    BackendError,
+    LimitExceededError,
+    NotFoundError,
+    PayloadTooLargeError,
+    SandboxError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+)
+from agent_sandbox.manager.tasks import uninterrupted
+from agent_sandbox.store import HeadMoved, Report, Store
+from agent_sandbox.store.checkouts import Checkouts
+from agent_sandbox.types import HeldWorkspace, PreparedWorkspace
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+PROJECT = "sandboxes"
+_THREADS = 4
+_GC_SECONDS = 60.0
+_ASK_SECONDS = 30.0
+_ARCHIVE_BLOCKS = 8
+_BLOCK = 1 << 18
+MAX_SKIPPED = 100
+"""Paths that a snapshot's record names; it counts all of them."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A state that was kept: its commit in hexadecimal digits, and what the capture saw."""
+
+    commit: str
+    report: Report
+
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """The first paths that were left out, with why."""
+        return tuple((os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED])
+
+
+class Workspaces:
+    """The store and the checkouts of one DATA_DIR. ``in_use`` gives the layers that environments stand on."""
+
+    def __init__(
+        self, data_dir: Path, max_checkout_bytes: int, in_use: Callable[[], Coroutine[Any, Any, set[str]]]
+    ) -> None:
+        self._path = data_dir / "store"
+        self._checkouts_path = data_dir / "checkouts"
+        self._max_checkout_bytes = max_checkout_bytes
+        self._layers_in_use = in_use
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
+        self._store: Store | None = None
+        self._checkouts: Checkouts | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._garbage = False
+        self._collected = 0.0
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a store."""
+        return self._path.exists()
+
+    async def start(self, snapshots: Collection[str], sandboxes: Collection[str]) -> None:
+        """Open the store, making it when there is none, and drop what rows no longer lead to; find earlier layers.
+
+        ``snapshots`` and ``sandboxes`` are the ids of all that there are; the backends are up. A second call does
+        nothing. Errors as of :class:`Store`.
+        """
+        if self._loop is None:
+            await self._run(lambda: self._open(snapshots, sandboxes))
+            self._loop = asyncio.get_running_loop()
+            await self._run(self._open_checkouts)
+
+    async def close(self) -> None:
+        """End captures under way and close the store."""
+        self._stopping.set()
+        if self._store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
+        self._threads.shutdown(wait=False)
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    async def take(
+        self, sandbox_id: str, snapshot_id: str, source: str | None, held: HeldWorkspace, limit: int
+    ) -> Taken:
+        """Keep a held workspace under a snapshot's id, as the next commit of its sandbox.
+
+        ``source`` is the commit that the sandbox began with. When it returns, the state survives ``kill -9`` and a
+        power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full disk.
+        """
+        given_up = threading.Event()
+
+        def progress(_: int, __: int, ___: int, size: int) -> None:
+            if size > limit:
+                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
+            if given_up.is_set() or self._stopping.is_set():
+                raise BackendError("the snapshot was given up")
+
+        def commit() -> Taken:
+            store, branch = self._opened(), self._branch(sandbox_id, source)
+            result = store.commit(branch, Path(held.path), fresh=held.mapped, progress=progress)
+            if isinstance(result, HeadMoved):
+                raise BackendError("two snapshots of one sandbox were taken at once")
+            if result.report.bytes > limit:
+                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
+            store.pin(snapshot_id, result.commit.hex())
+            return Taken(result.commit.hex(), result.report)
+
+        work = asyncio.ensure_future(self._run(commit))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            given_up.set()
+            with suppress(Exception):
+                await uninterrupted(_ended(work))
+            raise
+
+    async def drop(self, snapshot_id: str) -> None:
+        """Remove a snapshot; what nothing else leads to goes with the next gc."""
+
+        def drop() -> None:
+            store = self._opened()
+            commit = next((pin.commit for pin in store.pins() if pin.name == snapshot_id), None)
+            if commit is not None:
+                store.unpin(snapshot_id)
+                store.forget(commit.hex())
+
+        await self._run(drop)
+        self._garbage = True
+
+    async def moved(self, sandbox_id: str, commit: str) -> None:
+        """Note that a sandbox's workspace was put back to a commit."""
+        await self._run(lambda: self._opened().reset(self._branch(sandbox_id, commit), commit))
+
+    async def gone(self, sandbox_id: str) -> None:
+        """Note that a sandbox is no more; its snapshots stay."""
+
+        store = self._store
+        if store is None:
+            return
+
+        def remove() -> None:
+            with suppress(NotFoundError):
+                store.delete(f"{PROJECT}:{sandbox_id}")
+                self._garbage = True
+
+        try:
+            await self._run(remove)
+        except SandboxError as error:
+            log.warning("the history of sandbox %s goes with the next start: %s", sandbox_id, error)
+
+    # ---- layers ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def prepared(self, commit: str, uid: int, gid: int) -> AsyncIterator[PreparedWorkspace]:
+        """Give the layers that show a commit, whose files belong to ``uid`` and ``gid``, building what is missing.
+
+        They stay while the block runs; afterwards it is the environment that keeps them.
+        """
+        held = ExitStack()
+
+        def lease() -> tuple[Path, ...]:
+            assert self._checkouts is not None
+            return held.enter_context(self._checkouts.lease(bytes.fromhex(commit), (uid, gid)))
+
+        try:
+            layers = await self._run(lease)
+            yield PreparedWorkspace(tuple(str(layer) for layer in layers))
+        finally:
+            await uninterrupted(self._run(held.close))
+
+    async def archive(self, commit: str) -> AsyncGenerator[bytes, None]:
+        """Yield a state as a tar archive, in pieces; nothing holds it whole."""
+        pieces: queue.Queue[bytes | None] = queue.Queue(_ARCHIVE_BLOCKS)
+        ended = threading.Event()
+
+        def write() -> None:
+            out = _Pieces(pieces, ended)
+            try:
+                self._opened().export_tar(commit, out)
+                out.flush()
+            finally:
+                with suppress(queue.Full):
+                    pieces.put(None, timeout=30 if not ended.is_set() else 0)
+
+        work = asyncio.ensure_future(self._run(write))
+        try:
+            while (piece := await asyncio.to_thread(pieces.get)) is not None:
+                yield piece
+            await work
+        finally:
+            ended.set()
+            with suppress(queue.Empty):
+                while True:
+                    pieces.get_nowait()
+            with suppress(Exception):
+                await uninterrupted(_ended(work))
+
+    # ---- care ------------------------------------------------------------------------------------------------------
+
+    async def tidy(self) -> None:
+        """Sync new layers, evict old ones, collect garbage where there is some. A sweep calls it."""
+        if self._store is None:
+            return
+        if self._checkouts is not None:
+            try:
+                await self._run(self._checkouts.tidy)
+            except BackendError as error:
+                log.warning("no checkout is removed: %s", error)
+        if self._garbage and time.monotonic() - self._collected > _GC_SECONDS:
+            self._garbage, self._collected = False, time.monotonic()
+            try:
+                report = await self._run(lambda: self._opened().gc(wait_seconds=1.0))
+                log.debug("gc freed %d bytes of the store", report.freed)
+            except StoreBusyError:
+                self._garbage = True
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _open(self, snapshots: Collection[str], sandboxes: Collection[str]) -> None:
+        store = self._store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
+        if PROJECT not in {project.name for project in store.projects()}:
+            store.init(PROJECT)
+        for pin in list(store.pins()):
+            if pin.name not in snapshots:
+                log.warning("removing snapshot %s: it was never acknowledged", pin.name)
+                store.unpin(pin.name)
+                self._garbage = True
+        for ref in list(store.refs(PROJECT)):
+            if ref.name != "main" and ref.name not in sandboxes:
+                store.delete(f"{PROJECT}:{ref.name}")
+                self._garbage = True
+
+    def _open_checkouts(self) -> None:
+        checkouts = self._opened().checkouts(
+            self._checkouts_path, max_bytes=self._max_checkout_bytes, in_use=self._known_layers
+        )
+        checkouts.start()
+        self._checkouts = checkouts
+
+    def _branch(self, sandbox_id: str, source: str | None) -> str:
+        store, branch = self._opened(), f"{PROJECT}:{sandbox_id}"
+        if sandbox_id not in {ref.name for ref in store.refs(PROJECT)}:
+            store.fork(source or f"{PROJECT}@0", branch)
+        return branch
+
+    def _known_layers(self) -> set[str]:
+        assert self._loop is not None, "the checkouts were not started"
+        asked = asyncio.run_coroutine_threadsafe(self._layers_in_use(), self._loop)
+        try:
+            return asked.result(_ASK_SECONDS)
+        except TimeoutError:
+            asked.cancel()
+            raise BackendError("the backends do not say which layers are in use") from None
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            raise BackendError("the store was not opened")
+        return self._store
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        async def run() -> _T:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+        try:
+            return await uninterrupted(run())
+        except StoreFullError as error:
+            raise LimitExceededError("the server's disk is full; delete snapshots") from error
+        except StoreError:
+            raise
+        except OSError as error:
+            raise BackendError(f"the store cannot be used: {error.strerror or error}") from error
+        except RuntimeError as error:
+            raise BackendError("the server is shutting down") from error
+
+
+class _Pieces:
+    """What an archive is written to: pieces of some size for another thread, until nobody wants them any more."""
+
+    def __init__(self, pieces: queue.Queue[bytes | None], ended: threading.Event) -> None:
+        self._pieces = pieces
+        self._ended = ended
+        self._buffer = bytearray()
+
+    def write(self, data: bytes) -> int:
+        self._buffer += data
+        if len(self._buffer) >= _BLOCK:
+            self.flush()
+        return len(data)
+
+    def flush(self) -> None:
+        while self._buffer:
+            if self._ended.is_set():
+                raise BackendError("nobody reads the archive any more")
+            with suppress(queue.Full):
+                self._pieces.put(bytes(self._buffer), timeout=0.5)
+                self._buffer.clear()
+
+
+async def _ended(task: asyncio.Future[_T]) -> None:
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()

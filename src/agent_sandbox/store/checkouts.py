@@ -1,0 +1,339 @@
+"""The checkout cache: states laid out once on this host, for workspaces that are mounted over them.
+
+::
+
+    <directory>/<name>/tree/       the layer: a whole state, or what makes the layer below look like this one
+    <directory>/<name>/done        the completion marker (JSON), written when the layer is whole
+    <directory>/.new-*, .gone-*    being built, being removed
+
+Strategy
+--------
+* A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only copy of
+  anything: what is damaged, half-built or evicted is built again from the store.
+* A new state is laid out as a difference over the nearest ancestor that is here, so that a rollback or fork costs what
+  changed. When the stack would be deeper than ``MAX_DEPTH`` it is laid out whole: cold lookups grow with each layer.
+* Overlay layers must never change under a mount. So a layer is built beside and renamed, a lease keeps it while
+  somebody mounts it, and ``in_use`` (asked before anything is removed) names those that environments stand on.
+* A marker counts if it was written after the layer was synced, or in this boot. Syncing is done behind the caller's
+  back, since what a power loss takes can be built again.
+* Eviction is by age of use, when the layers together are larger than ``max_bytes``. Renaming makes a layer gone;
+  the slow removal comes after, outside the lock.
+
+Everything blocks; threads may share one cache, processes may not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from agent_sandbox.errors import StoreDamagedError, StoreError
+from agent_sandbox.store import walk
+from agent_sandbox.store.objects import Entry, encode_root
+from agent_sandbox.store.ports import Engine, Objects, Options
+
+MAX_DEPTH = 8
+"""Layers of one stack: a cold lookup in the lowest of 10 takes 41 µs, in a single one 25."""
+MAX_ANCESTORS = 64
+"""How far back the nearest state is looked for; each step reads one commit."""
+VERSION = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class _Layer:
+    name: str
+    below: str | None
+    depth: int
+    bytes: int
+    synced: bool
+    used: int = 0
+    leases: int = 0
+
+
+@dataclass(slots=True)
+class _Building:
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+
+class Checkouts:
+    """A cache of layers in ``directory``, which it makes. One object for each directory.
+
+    ``in_use`` gives the paths of layers that environments have; when it raises, nothing is removed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        objects: Objects,
+        engine: Engine,
+        *,
+        max_bytes: int,
+        in_use: Callable[[], set[str]],
+    ) -> None:
+        self._directory = directory
+        self._objects = objects
+        self._engine = engine
+        self._max_bytes = max_bytes
+        self._in_use = in_use
+        self._lock = threading.Lock()
+        self._layers: dict[str, _Layer] = {}
+        self._building: dict[str, _Building] = {}
+        self._clock = 0
+        self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+    def start(self) -> None:
+        """Find the layers of earlier processes; remove what is half-built or cannot be trusted."""
+        self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        markers = {path.name: self._marker(path) for path in self._directory.iterdir() if path.is_dir()}
+        kept = {name: layer for name, layer in markers.items() if layer is not None}
+        for name in [name for name, layer in kept.items() if not self._stands(layer, kept)]:
+            del kept[name]
+        in_use = self._in_use()
+        for name in markers:
+            if name not in kept and str(self.path(name)) not in in_use:
+                self._discard(self._directory / name)
+        self._layers = {name: layer for name, layer in kept.items() if layer is not None}
+
+    def path(self, name: str) -> Path:
+        """Where the files of a layer are."""
+        return self._directory / name / "tree"
+
+    @contextmanager
+    def lease(self, commit: bytes, owner: tuple[int, int]) -> Iterator[tuple[Path, ...]]:
+        """Give the layers that show a commit's state, the topmost first, building what is missing.
+
+        Files without a recorded owner get ``owner``. The layers stay while the block runs, and as long as ``in_use``
+        names them. Raises what the engine's checkout does, and :class:`StoreDamagedError`.
+        """
+        stack = self._hold(commit, owner)
+        try:
+            yield tuple(self.path(layer.name) for layer in stack)
+        finally:
+            with self._lock:
+                for layer in stack:
+                    layer.leases -= 1
+
+    def bytes(self) -> int:
+        """What the layers take on the disk, as far as it was counted."""
+        with self._lock:
+            return sum(layer.bytes for layer in self._layers.values())
+
+    def tidy(self) -> int:
+        """Sync and count new layers, evict the oldest above ``max_bytes``; return how many went."""
+        with self._lock:
+            fresh = [layer for layer in self._layers.values() if not layer.synced]
+            for layer in fresh:
+                layer.leases += 1
+        for layer in fresh:
+            try:
+                layer.bytes = self._sync(layer)
+                layer.synced = True
+                self._mark(self._directory / layer.name, layer)
+            finally:
+                with self._lock:
+                    layer.leases -= 1
+        with self._lock:
+            idle = [(layer.used, layer) for layer in self._layers.values() if not layer.leases]
+        # Asked after that: who has no lease now either has an environment that is known already, or takes a lease anew.
+        in_use = self._in_use() if self.bytes() > self._max_bytes else set()
+        gone = []
+        with self._lock:
+            below = {layer.below for layer in self._layers.values()}
+            total = sum(layer.bytes for layer in self._layers.values())
+            for used, layer in sorted(idle, key=lambda item: item[0]):
+                if total <= self._max_bytes:
+                    break
+                if layer.leases or layer.used != used or layer.name in below:
+                    continue
+                if str(self.path(layer.name)) in in_use or layer.name not in self._layers:
+                    continue
+                aside = self._directory / f".gone-{secrets.token_hex(8)}"
+                (self._directory / layer.name).rename(aside)
+                del self._layers[layer.name]
+                total -= layer.bytes
+                gone.append(aside)
+        for aside in gone:
+            shutil.rmtree(aside, ignore_errors=True)
+        return len(gone)
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _hold(self, commit: bytes, owner: tuple[int, int]) -> list[_Layer]:
+        root = walk.commit(self._objects, commit).root
+        name = _name(root, owner)
+        while True:
+            with self._lock:
+                stack = self._stack(name)
+                if stack:
+                    self._clock += 1
+                    for layer in stack:
+                        layer.leases += 1
+                        layer.used = self._clock
+                    return stack
+                building = self._building.get(name)
+                mine = building is None
+                if building is None:
+                    building = self._building[name] = _Building()
+            if mine:
+                try:
+                    self._build(name, commit, root, owner)
+                except BaseException as error:
+                    building.error = error
+                    raise
+                finally:
+                    with self._lock:
+                        del self._building[name]
+                    building.done.set()
+            else:
+                building.done.wait()
+                if building.error is not None:
+                    raise StoreError("the state could not be laid out for somebody else just now; try again")
+
+    def _stack(self, name: str) -> list[_Layer]:
+        """The layers from ``name`` down, or none when one is missing; what somebody removed is forgotten."""
+        stack: list[_Layer] = []
+        at: str | None = name
+        while at is not None:
+            layer = self._layers.get(at)
+            if layer is None or not self.path(at).is_dir():
+                self._layers.pop(name, None)
+                return []
+            stack.append(layer)
+            at = layer.below
+        return stack
+
+    def _build(self, name: str, commit: bytes, root: Entry, owner: tuple[int, int]) -> None:
+        base = self._nearest(commit, owner)
+        aside = self._directory / f".new-{secrets.token_hex(8)}"
+        tree = aside / "tree"
+        try:
+            tree.mkdir(parents=True)
+            aside.chmod(0o711)
+            options = Options(owners=root.owner is not None, owner=owner)
+            with _opened(tree) as descriptor:
+                if base is None:
+                    self._engine.checkout(root, descriptor, self._objects, options=options)
+                else:
+                    self._engine.difference(base[0], root, descriptor, self._objects, options=options)
+            layer = _Layer(name, *((None, 1) if base is None else (base[1].name, base[1].depth + 1)), 0, False)
+            self._mark(aside, layer)
+            with self._lock:
+                target = self._directory / name
+                if target.exists():  # somebody removed a part of it, or of what it stands on
+                    target.rename(self._directory / f".gone-{secrets.token_hex(8)}")
+                aside.rename(target)
+                self._layers[name] = layer
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        finally:
+            if base is not None:
+                with self._lock:
+                    for layer in base[2]:
+                        layer.leases -= 1
+
+    def _nearest(self, commit: bytes, owner: tuple[int, int]) -> tuple[Entry, _Layer, list[_Layer]] | None:
+        """The newest ancestor by first parents whose state is here and not too deep, held by leases."""
+        at: bytes | None = commit
+        for _ in range(MAX_ANCESTORS):
+            try:
+                note = walk.commit(self._objects, at)
+            except StoreDamagedError:
+                return None
+            with self._lock:
+                stack = self._stack(_name(note.root, owner))
+                if stack and stack[0].depth < MAX_DEPTH:
+                    for layer in stack:
+                        layer.leases += 1
+                    return note.root, stack[0], stack
+            if not note.parents:
+                return None
+            at = note.parents[0]
+        return None
+
+    def _marker(self, path: Path) -> _Layer | None:
+        try:
+            with (path / "done").open("rb") as file:
+                found: Any = json.loads(file.read(4_096))
+            if found["version"] != VERSION or not (found["synced"] is True or found["boot"] == self._boot):
+                return None
+            below, depth, size = found["below"], found["depth"], found["bytes"]
+            if not (below is None or isinstance(below, str)) or not isinstance(depth, int) or not isinstance(size, int):
+                return None
+            if not (path / "tree").is_dir():
+                return None
+            return _Layer(path.name, below, depth, size, bool(found["synced"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _stands(self, layer: _Layer | None, layers: dict[str, _Layer]) -> bool:
+        for _ in range(MAX_DEPTH):
+            if layer is None:
+                return False
+            if layer.below is None:
+                return True
+            layer = layers.get(layer.below)
+        return False
+
+    def _mark(self, place: Path, layer: _Layer) -> None:
+        marker = {
+            "version": VERSION,
+            "boot": self._boot,
+            "synced": layer.synced,
+            "below": layer.below,
+            "depth": layer.depth,
+            "bytes": layer.bytes,
+        }
+        aside = place / ".done.new"
+        with aside.open("w") as file:
+            json.dump(marker, file)
+            file.flush()
+            if layer.synced:
+                os.fsync(file.fileno())
+        aside.replace(place / "done")
+
+    def _sync(self, layer: _Layer) -> int:
+        """Bring a layer to the disk and count its bytes there."""
+        total = 0
+        for place, _, names in os.walk(self._directory / layer.name):
+            for name in ["", *names]:
+                with suppress(FileNotFoundError):
+                    total += (Path(place) / name).lstat().st_blocks * 512
+        with _opened(self._directory) as descriptor:
+            if _libc.syncfs(descriptor) != 0:
+                raise OSError(ctypes.get_errno(), "the checkouts could not be synced")
+        return total
+
+    def _discard(self, path: Path) -> None:
+        aside = self._directory / f".gone-{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _name(root: Entry, owner: tuple[int, int]) -> str:
+    """The name of a state's layer: of everything that its files show."""
+    return blake3(b"%d:%d\n" % owner + encode_root(root)).hexdigest()[:40]
