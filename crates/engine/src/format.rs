@@ -13,7 +13,7 @@ mod tests;
 
 pub use decode::*;
 pub use encode::*;
-pub use numbers::Cursor;
+pub use numbers::{Cursor, put_svarint, put_uvarint};
 use std::cell::RefCell;
 
 pub type Id = [u8; 32];

@@ -22,4 +22,6 @@ pub mod sink;
 pub mod statcache;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod vectors;
 pub mod verify;

@@ -5,7 +5,7 @@
 //! is checked against what the kind allows before anything is allocated, and every object against its id.
 
 use crate::error::{Error, Result};
-use crate::format::{Id, Kind, hex};
+use crate::format::{Id, Kind, decode_attrs, decode_commit, decode_page, decode_tree, hex};
 use crate::record::{Decoder, Form, Header, MAX_HEADER, MAX_PATCH_DEPTH, PACK_HEADER, PACK_MAGIC, SLACK};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::collections::{HashMap, VecDeque};
@@ -132,9 +132,18 @@ impl<'a> Reader<'a> {
         done
     }
 
-    /// See that the object at `location` is the one that it should be, of whatever kind.
-    pub fn check(&self, id: &Id, location: Location) -> Result<Kind> {
-        self.give(id, None, location, |header, _| Ok(header.kind))
+    /// Read the object at `location`, of whatever kind, and see that its kind's decoder takes it.
+    pub fn check(&self, id: &Id, location: Location) -> Result<Header> {
+        self.give(id, None, location, |header, canonical| {
+            match header.kind {
+                Kind::Blob => {}
+                Kind::Page => drop(decode_page(canonical)?),
+                Kind::Tree => drop(decode_tree(canonical)?),
+                Kind::Attrs => drop(decode_attrs(canonical)?),
+                Kind::Commit => drop(decode_commit(canonical)?),
+            }
+            Ok(*header)
+        })
     }
 
     /// Read, with what it is a patch of: `below` bounds how many patches may follow.

@@ -5,11 +5,12 @@ use crate::format::Id;
 use crate::host::Client;
 use crate::layout::{Options, Pool};
 use crate::read::{Locate, Location, Reader};
+use crate::record::Header;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
 
 /// Records that a worker takes at a time.
 const EACH: usize = 256;
@@ -29,32 +30,38 @@ impl Locate for Known<'_> {
     }
 }
 
-/// Read every record with what it is a patch of; returns the ids of those that are not what was written, in order.
+/// What a record says of itself where it is what was written, or why it is damaged.
+pub type Seen = Result<Header, String>;
+
+/// Read every record with what it is a patch of, and decode what is no blob; one answer for each row.
 ///
 /// Progress counts records and their bytes.
-pub fn verify(packs: OwnedFd, rows: &[(Id, Location)], options: Options, client: &Client) -> Result<Vec<Id>> {
+pub fn verify(
+    packs: OwnedFd,
+    rows: &[(Id, Location)],
+    options: Options,
+    client: &Client,
+) -> Result<Vec<Seen>> {
     let known = Known { rows: rows.iter().copied().collect(), client };
     let reader = Reader::new(packs, &known);
-    let damaged = Mutex::new(Vec::new());
+    let answers: Vec<OnceLock<Seen>> = rows.iter().map(|_| OnceLock::new()).collect();
     let parts =
         (0..rows.len()).step_by(EACH).rev().map(|start| start..rows.len().min(start + EACH)).collect();
     Pool::new(parts).run(options.threads(), client, |_, part: Range<usize>| {
         for at in part {
             client.check()?;
             let (id, location) = &rows[at];
-            match reader.check(id, *location) {
-                Ok(_) => {}
-                Err(Error::Damaged(_)) => damaged.lock().unwrap_or_else(PoisonError::into_inner).push(at),
-                Err(error) => return Err(error),
-            }
+            let seen = match reader.check(id, *location) {
+                Err(Error::Damaged(why)) => Err(why),
+                seen => Ok(seen?),
+            };
+            let _ = answers[at].set(seen);
             client.done.files.fetch_add(1, Ordering::Relaxed);
             client.done.bytes.fetch_add(location.length, Ordering::Relaxed);
         }
         Ok(())
     })?;
-    let mut damaged = damaged.into_inner().unwrap_or_else(PoisonError::into_inner);
-    damaged.sort_unstable();
-    Ok(damaged.into_iter().map(|at| rows[at].0).collect())
+    answers.into_iter().map(|answer| answer.into_inner().ok_or(Error::Stopped)).collect()
 }
 
 #[cfg(test)]
@@ -82,7 +89,17 @@ mod tests {
         store.append(id, &record);
         rows.push((id, store.at[&id]));
         let look = |rows: &[(Id, Location)]| {
-            store.serve(|_, client| verify(store.directory_fd(), rows, Options::default(), client)).unwrap()
+            let all = store.serve(|_, client| verify(store.directory_fd(), rows, Options::default(), client));
+            let all = all.unwrap();
+            assert_eq!(all.len(), rows.len());
+            for (seen, (id, _)) in all.iter().zip(rows) {
+                assert!(seen.as_ref().is_ok_and(|header| header.id == *id) || seen.is_err());
+            }
+            all.iter()
+                .zip(rows)
+                .filter(|(seen, _)| seen.is_err())
+                .map(|(_, (id, _))| *id)
+                .collect::<Vec<Id>>()
         };
         assert_eq!(look(&rows), Vec::<Id>::new());
         assert_eq!(look(&rows[1_000..]), Vec::<Id>::new(), "the base is not among the rows");

@@ -7,8 +7,10 @@ All of them are called from the thread that called, which the engine's own threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from agent_sandbox_engine import _native
@@ -24,11 +26,11 @@ from agent_sandbox.errors import (
     StoreError,
     StoreFullError,
 )
-from agent_sandbox.store.objects import Entry, decode_root, encode_root
+from agent_sandbox.store.objects import Entry, Kind, decode_root, encode_root
 from agent_sandbox.store.outcomes import Left, LeftOut, Report
-from agent_sandbox.store.ports import Captured, Objects, Options, Progress, Row, Writer
+from agent_sandbox.store.ports import Captured, Location, Objects, Options, Progress, Row, Writer
 
-__all__ = ["NativeEngine", "cut"]
+__all__ = ["NativeEngine", "Seen", "cut", "verify"]
 
 _ERRORS: dict[str, type[SandboxError]] = {
     kind.code: kind
@@ -42,6 +44,9 @@ _ERRORS: dict[str, type[SandboxError]] = {
         StoreFullError,
     )
 }
+
+
+_ROW = struct.Struct("<QQQ")
 
 
 @contextmanager
@@ -138,3 +143,34 @@ class NativeEngine:
                 owners=options.owners,
                 threads=options.threads,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a record turned out to be; ``base`` and ``depth`` are of its patch."""
+
+    kind: Kind
+    length: int
+    """Canonical bytes."""
+    base: bytes | None
+    depth: int
+
+
+def verify(
+    objects: Objects,
+    rows: Sequence[tuple[bytes, Location]],
+    *,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> list[Seen | str]:
+    """Read and decode many records, with what they are patches of; for each what it is, or why it is damaged.
+
+    Give it thousands at a time, in the order of the packs: it works on several threads and without the interpreter's
+    lock. Bases that are not among the rows are located by ``objects``. Progress counts records and their bytes.
+    """
+    packed = b"".join(id + _ROW.pack(place.pack, place.offset, place.length) for id, place in rows)
+    with _translated():
+        found = _native.verify(packed, objects.packs, objects.locate, threads=threads, progress=progress)
+    return [
+        why or "it cannot be read" if record is None else Seen(Kind(record[0]), *record[1:]) for record, why in found
+    ]

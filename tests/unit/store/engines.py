@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.store.chunks import put_tree
+from agent_sandbox.store.native import NativeEngine
 from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.ports import Captured, Engine, Options, Progress
 from agent_sandbox.store.reference import ReferenceEngine
 from tests.unit.store.memory import MemoryObjects
 
-ENGINES: list[Engine] = [ReferenceEngine()]
+ENGINES: list[Engine] = [ReferenceEngine(), NativeEngine()]
 """Each engine must pass every test that takes one; a test that takes two lets one read what the other wrote."""
 
 _NOBODY = 65_534

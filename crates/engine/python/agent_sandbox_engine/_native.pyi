@@ -49,3 +49,12 @@ def difference(
     owners: bool,
     threads: int,
 ) -> None: ...
+def verify(
+    rows: bytes,
+    packs: PathLike[str],
+    locate: Callable[[Sequence[bytes]], Sequence[Any]],
+    *,
+    threads: int,
+    progress: Callable[[int, int, int, int], None] | None,
+) -> list[tuple[tuple[int, int, bytes | None, int] | None, str | None]]:
+    """Return for each row kind, canonical length, base and depth of its record, or why it is damaged."""

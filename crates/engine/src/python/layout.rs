@@ -84,8 +84,11 @@ pub fn difference(
     .map_err(raise)
 }
 
-/// Ids of the records that are not what was written. `rows` holds for each its id, then pack, offset and length as
-/// little-endian numbers of 64 bits; what a patch stands on and is not among them is asked for by `locate`.
+/// What a record is: kind, canonical length, base and depth of its patch. Or why it is damaged.
+type Seen<'py> = (Option<(u8, usize, Option<Bound<'py, PyBytes>>, u8)>, Option<String>);
+
+/// Read and decode records, with what they are patches of. `rows` holds for each its id, then pack, offset and length
+/// as little-endian numbers of 64 bits; a base that is not among them is asked for by `locate`.
 #[pyfunction]
 #[pyo3(signature = (rows, packs, locate, *, threads, progress))]
 pub fn verify<'py>(
@@ -95,15 +98,22 @@ pub fn verify<'py>(
     locate: Py<PyAny>,
     threads: usize,
     progress: Option<Py<PyAny>>,
-) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+) -> PyResult<Vec<Seen<'py>>> {
     let mut host = PyHost::new(locate, None, progress);
-    let damaged = detached(py, || {
+    let seen = detached(py, || {
         let (rows, packs) = (parse(&rows)?, open_packs(&packs)?);
-        let options = Options { owners: false, threads, counted: false };
+        let options = Options { threads, ..Options::default() };
         served(&mut host, |client| look(packs, &rows, options, client))
     })
     .map_err(raise)?;
-    Ok(damaged.iter().map(|id| PyBytes::new(py, id)).collect())
+    let seen = seen.into_iter().map(|seen| match seen {
+        Ok(header) => {
+            let base = header.base.map(|id| PyBytes::new(py, &id));
+            (Some((header.kind as u8, header.canonical, base, header.depth)), None)
+        }
+        Err(why) => (None, Some(why)),
+    });
+    Ok(seen.collect())
 }
 
 fn parse(rows: &[u8]) -> Result<Vec<(Id, Location)>> {

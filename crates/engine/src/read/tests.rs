@@ -151,10 +151,15 @@ fn an_object_is_checked_whatever_it_is() {
     let mut store = MemoryStore::new();
     let made = chain(&mut store, 3);
     let tree = store.put(Kind::Tree, &[0]);
-    let attrs = store.put(Kind::Attrs, &noise(1, 1_048_576));
     let reader = store.reader();
-    for (id, kind) in [(made[2].0, Kind::Blob), (tree, Kind::Tree), (attrs, Kind::Attrs)] {
-        assert_eq!(reader.check(&id, store.at[&id]).unwrap(), kind);
+    for (id, kind, depth) in [(made[2].0, Kind::Blob, 2), (tree, Kind::Tree, 0)] {
+        let header = reader.check(&id, store.at[&id]).unwrap();
+        assert_eq!((header.id, header.kind, header.depth), (id, kind, depth));
     }
-    assert!(is_damaged(reader.check(&tree, store.at[&attrs])));
+    assert!(is_damaged(reader.check(&tree, store.at[&made[0].0])));
+    drop(reader);
+    for kind in [Kind::Page, Kind::Tree, Kind::Attrs, Kind::Commit] {
+        let id = store.put(kind, b"\xff is no object");
+        assert!(is_damaged(store.reader().check(&id, store.at[&id])), "{kind:?}");
+    }
 }
