@@ -62,6 +62,7 @@ SNAPSHOT = SnapshotRecord(
     skipped_total=7,
     digest="ab" * 32,
 )
+COMMITTED = dataclasses.replace(SNAPSHOT, digest="", commit="cd" * 32)
 
 # Version 1, as the first server wrote it. Never edit; add the next version below.
 SPEC_V1 = (
@@ -86,6 +87,10 @@ SANDBOX_V2 = (
     '"created_at":1700000000.25,"expires_at":1700000900.0,"latest_at":1700086400.5,"metadata":{"team":"\\u00e4"},'
     f'"source_snapshot_id":"snap0123456789abcdef","spec":{SPEC_V1}}}'
 )
+# Version 2 of a snapshot's record.
+SNAPSHOT_V2 = SNAPSHOT_V1.replace('"version":1', '"version":2').replace(
+    f'"digest":"{"ab" * 32}"', f'"digest":"","commit":"{"cd" * 32}"'
+)
 
 
 def test_version_1_decodes_and_commands_do_not_keep_such_a_sandbox() -> None:
@@ -95,11 +100,13 @@ def test_version_1_decodes_and_commands_do_not_keep_such_a_sandbox() -> None:
 
 def test_version_2_decodes() -> None:
     assert decode_sandbox(SANDBOX_V2) == SANDBOX
+    assert decode_snapshot(SNAPSHOT_V2) == COMMITTED
 
 
 def test_this_version_is_written() -> None:
     assert encode_sandbox(SANDBOX) == SANDBOX_V2
-    assert encode_snapshot(SNAPSHOT) == SNAPSHOT_V1
+    assert encode_snapshot(COMMITTED) == SNAPSHOT_V2
+    assert decode_snapshot(encode_snapshot(SNAPSHOT)) == SNAPSHOT
 
 
 def test_running_is_not_stored() -> None:
@@ -140,9 +147,9 @@ def test_a_missing_or_wrong_field_is_noticed(path: tuple[str, ...]) -> None:
             decode_sandbox(damaged)
 
 
-@pytest.mark.parametrize("name", list(json.loads(SNAPSHOT_V1)))
+@pytest.mark.parametrize("name", list(json.loads(SNAPSHOT_V2)))
 def test_a_missing_or_wrong_field_of_a_snapshot_is_noticed(name: str) -> None:
-    for damaged in (changed(SNAPSHOT_V1, name), changed(SNAPSHOT_V1, name, to=[1])):
+    for damaged in (changed(SNAPSHOT_V2, name), changed(SNAPSHOT_V2, name, to=[1])):
         with pytest.raises(UnreadableRecordError):
             decode_snapshot(damaged)
 

@@ -121,7 +121,8 @@ class Workspaces:
         """Keep a held workspace under a snapshot's id, as the next commit of its sandbox.
 
         ``source`` is the commit that the sandbox began with. When it returns, the state survives ``kill -9`` and a
-        power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full disk.
+        power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full
+        disk.
         """
         given_up = threading.Event()
 

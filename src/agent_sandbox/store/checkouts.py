@@ -10,8 +10,9 @@ Strategy
 --------
 * A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only copy of
   anything: what is damaged, half-built or evicted is built again from the store.
-* A new state is laid out as a difference over the nearest ancestor that is here, so that a rollback or fork costs what
-  changed. When the stack would be deeper than ``MAX_DEPTH`` it is laid out whole: cold lookups grow with each layer.
+* A new state is laid out as a difference over the nearest ancestor that is here, so that a rollback or fork costs
+  what changed. When the stack would be deeper than ``MAX_DEPTH`` it is laid out whole: cold lookups grow with each
+  layer.
 * Overlay layers must never change under a mount. So a layer is built beside and renamed, a lease keeps it while
   somebody mounts it, and ``in_use`` (asked before anything is removed) names those that environments stand on.
 * A marker counts if it was written after the layer was synced, or in this boot. Syncing is done behind the caller's
@@ -57,8 +58,8 @@ class _Layer:
     name: str
     below: str | None
     depth: int
-    bytes: int
-    synced: bool
+    size: int = 0
+    synced: bool = False
     used: int = 0
     leases: int = 0
 
@@ -127,10 +128,10 @@ class Checkouts:
                 for layer in stack:
                     layer.leases -= 1
 
-    def bytes(self) -> int:
-        """What the layers take on the disk, as far as it was counted."""
+    def size(self) -> int:
+        """What the layers take on the disk, in bytes, as far as it was counted."""
         with self._lock:
-            return sum(layer.bytes for layer in self._layers.values())
+            return sum(layer.size for layer in self._layers.values())
 
     def tidy(self) -> int:
         """Sync and count new layers, evict the oldest above ``max_bytes``; return how many went."""
@@ -140,7 +141,7 @@ class Checkouts:
                 layer.leases += 1
         for layer in fresh:
             try:
-                layer.bytes = self._sync(layer)
+                layer.size = self._sync(layer)
                 layer.synced = True
                 self._mark(self._directory / layer.name, layer)
             finally:
@@ -149,11 +150,11 @@ class Checkouts:
         with self._lock:
             idle = [(layer.used, layer) for layer in self._layers.values() if not layer.leases]
         # Asked after that: who has no lease now either has an environment that is known already, or takes a lease anew.
-        in_use = self._in_use() if self.bytes() > self._max_bytes else set()
+        in_use = self._in_use() if self.size() > self._max_bytes else set()
         gone = []
         with self._lock:
             below = {layer.below for layer in self._layers.values()}
-            total = sum(layer.bytes for layer in self._layers.values())
+            total = sum(layer.size for layer in self._layers.values())
             for used, layer in sorted(idle, key=lambda item: item[0]):
                 if total <= self._max_bytes:
                     break
@@ -164,7 +165,7 @@ class Checkouts:
                 aside = self._directory / f".gone-{secrets.token_hex(8)}"
                 (self._directory / layer.name).rename(aside)
                 del self._layers[layer.name]
-                total -= layer.bytes
+                total -= layer.size
                 gone.append(aside)
         for aside in gone:
             shutil.rmtree(aside, ignore_errors=True)
@@ -229,7 +230,7 @@ class Checkouts:
                     self._engine.checkout(root, descriptor, self._objects, options=options)
                 else:
                     self._engine.difference(base[0], root, descriptor, self._objects, options=options)
-            layer = _Layer(name, *((None, 1) if base is None else (base[1].name, base[1].depth + 1)), 0, False)
+            layer = _Layer(name, None, 1) if base is None else _Layer(name, base[1].name, base[1].depth + 1)
             self._mark(aside, layer)
             with self._lock:
                 target = self._directory / name
@@ -248,7 +249,7 @@ class Checkouts:
 
     def _nearest(self, commit: bytes, owner: tuple[int, int]) -> tuple[Entry, _Layer, list[_Layer]] | None:
         """The newest ancestor by first parents whose state is here and not too deep, held by leases."""
-        at: bytes | None = commit
+        at = commit
         for _ in range(MAX_ANCESTORS):
             try:
                 note = walk.commit(self._objects, at)
@@ -296,7 +297,7 @@ class Checkouts:
             "synced": layer.synced,
             "below": layer.below,
             "depth": layer.depth,
-            "bytes": layer.bytes,
+            "bytes": layer.size,
         }
         aside = place / ".done.new"
         with aside.open("w") as file:
