@@ -95,6 +95,12 @@ KILLS ?= 100
 test-kills: setup ## Kill the server KILLS (100) times under load and look what is lost or left (root); test has a slice
 	$(SUDO) $(BIN)/python -m tests.kills --kills $(KILLS)
 
+STORE_KILLS ?= 1000
+
+.PHONY: test-store-kills
+test-store-kills: setup ## Kill users of a store STORE_KILLS (1000) times and look what is lost or left; test has a slice
+	$(BIN)/python -m tests.kills.store --kills $(STORE_KILLS)
+
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .

@@ -110,6 +110,8 @@ def translated(path: Path) -> Iterator[None]:
         raise
     except sqlite3.Error as error:
         raise _translate(path, error) from error
+    except UnicodeDecodeError as error:
+        raise StoreDamagedError(f"a damaged index {path}: text that is not UTF-8") from error
 
 
 def _translate(path: Path, error: sqlite3.Error) -> StoreError:
