@@ -21,7 +21,7 @@ from agent_sandbox.store.store import Store
 from agent_sandbox.store.walk import commit as load
 from tests.kills.store_worker import ENGINES, digest_of
 
-_PACK = re.compile(r"[0-9]{10}\.pack")
+_FILES = {"STORE", "lock", "packs", "cache", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm"}
 
 
 @dataclass
@@ -169,9 +169,9 @@ def _tidy(store: Store, database: ObjectDatabase) -> list[str]:
     rows = {pack_name(row.number) for row in database.index.packs()}
     if files != rows:
         findings.append(f"packs {sorted(files ^ rows)} are left after gc, as a file or as a row alone")
-    left = [file.name for file in (database.path / "tmp").iterdir()]
+    left = {file.name for file in database.path.iterdir()} - _FILES
     if left:
-        findings.append(f"{left} are left in tmp after gc")
+        findings.append(f"{sorted(left)} are left in the store after gc")
     return findings
 
 
