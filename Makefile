@@ -66,6 +66,11 @@ $(STAMPS)/bench-tools: $(STAMPS)/system
 	@$(STEP) "mmdebstrap" "See above for what to install, then run make again." scripts/setup-system mmdebstrap
 	@touch $@
 
+$(STAMPS)/store-bench-tools: $(STAMPS)/system
+	@$(STEP) "restic, borg and git" "See above for what to install, then run make again." \
+	    scripts/setup-system git restic borgbackup
+	@touch $@
+
 $(STAMPS)/test-tools: $(STAMPS)/system
 	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
 	    scripts/setup-system skopeo umoci vim-tiny procps
@@ -126,6 +131,10 @@ openapi: docs
 .PHONY: bench
 bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root)
 	@$(SUDO) $(BIN)/python -m tests.bench
+
+.PHONY: bench-store
+bench-store: setup $(STAMPS)/store-bench-tools ## Measure the versioned store beside tar, git, restic and borg
+	@$(BIN)/python -m tests.bench.store
 
 .PHONY: soak
 soak: test-kills ## The same, then run 10,000 commands and count what is left (root)
