@@ -66,6 +66,11 @@ $(STAMPS)/bench-tools: $(STAMPS)/system
 	@$(STEP) "mmdebstrap" "See above for what to install, then run make again." scripts/setup-system mmdebstrap
 	@touch $@
 
+$(STAMPS)/store-bench-tools: $(STAMPS)/system
+	@$(STEP) "restic, borg and git" "See above for what to install, then run make again." \
+	    scripts/setup-system git restic borgbackup
+	@touch $@
+
 $(STAMPS)/test-tools: $(STAMPS)/system
 	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
 	    scripts/setup-system skopeo umoci vim-tiny procps
@@ -95,6 +100,12 @@ KILLS ?= 100
 test-kills: setup ## Kill the server KILLS (100) times under load and look what is lost or left (root); test has a slice
 	$(SUDO) $(BIN)/python -m tests.kills --kills $(KILLS)
 
+STORE_KILLS ?= 1000
+
+.PHONY: test-store-kills
+test-store-kills: setup ## Kill users of a store STORE_KILLS (1000) times and look what is lost or left; test has a slice
+	$(BIN)/python -m tests.kills.store --kills $(STORE_KILLS)
+
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
@@ -120,6 +131,10 @@ openapi: docs
 .PHONY: bench
 bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root)
 	@$(SUDO) $(BIN)/python -m tests.bench
+
+.PHONY: bench-store
+bench-store: setup $(STAMPS)/store-bench-tools ## Measure the versioned store beside tar, git, restic and borg
+	@$(BIN)/python -m tests.bench.store
 
 .PHONY: soak
 soak: test-kills ## The same, then run 10,000 commands and count what is left (root)

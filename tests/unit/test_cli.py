@@ -16,7 +16,8 @@ from agent_sandbox.installing import remedy
 
 COMMANDS = [
     *("quickstart", "run", "exec", "shell", "execs", "logs", "kill", "create", "ls", "inspect", "stats", "start"),
-    *("stop", "rm", "cp", "watch", "snapshot", "snapshots", "rollback", "fork", "image", "serve", "openapi", "doctor"),
+    *("stop", "rm", "cp", "watch", "snapshot", "snapshots", "rollback", "fork", "image", "store", "serve", "openapi"),
+    "doctor",
 ]
 
 

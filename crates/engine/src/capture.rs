@@ -361,11 +361,12 @@ fn read_files(
             && !found.followers.contains_key(&node)
     };
     for (number, node) in files {
+        let size = if found.followers.contains_key(&number) { 0 } else { node.state.size };
         done.files_in_all.fetch_add(1, Ordering::Relaxed);
-        done.bytes_in_all.fetch_add(node.state.size, Ordering::Relaxed);
+        done.bytes_in_all.fetch_add(size, Ordering::Relaxed);
         if !wanted(found, number) {
             done.files.fetch_add(1, Ordering::Relaxed);
-            done.bytes.fetch_add(node.state.size, Ordering::Relaxed);
+            done.bytes.fetch_add(size, Ordering::Relaxed);
         }
     }
     let mut outstanding = 0usize;

@@ -12,3 +12,6 @@ const MASK_LARGE: u64 = 0x0000_d903_0353_0000;
 pub fn cut(data: &[u8]) -> usize {
     fastcdc::v2020::cut(data, MIN, TARGET, MAX, MASK_SMALL, MASK_LARGE, MASK_SMALL << 1, MASK_LARGE << 1).1
 }
+
+#[cfg(test)]
+mod tests;

@@ -161,7 +161,8 @@ fn serve_all(
             told = Instant::now();
         }
     }
-    Ok(())
+    // Once more, so that the end is told too.
+    host.pulse(done)
 }
 
 /// Answer one query, and with it those of the same sort that wait behind it.
@@ -193,3 +194,6 @@ fn answer(host: &mut dyn Host, query: Query, asked: &Receiver<Query>) -> Result<
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

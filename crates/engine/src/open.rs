@@ -86,3 +86,6 @@ impl<'a> Place<'a> {
         rustix::fs::openat(&directory, name, FLAGS, Mode::empty())
     }
 }
+
+#[cfg(test)]
+mod tests;

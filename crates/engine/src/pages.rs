@@ -175,3 +175,6 @@ impl TreePages {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

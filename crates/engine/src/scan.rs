@@ -433,3 +433,6 @@ pub fn failed(errno: Errno, path: &[u8]) -> Error {
         _ => Error::io(errno, path),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -16,8 +16,8 @@ const HEADER: usize = 64;
 const RECORD: usize = 88;
 /// Bytes that are hashed and written at a time: so many that the hash goes at its full speed.
 const BLOCK: usize = 1 << 16;
-/// Not read when it is larger: about 100 million files.
-const MOST: u64 = 8 << 30;
+/// Not read when it is larger: about 12 million files.
+const MOST: u64 = 1 << 30;
 
 /// What is remembered of a file, or with [`Form::Directory`] of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl StatCache {
         let number =
             |at: usize| bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map(u64::from_le_bytes);
         let count = usize::try_from(number(48)?).ok()?;
-        let attrs = number(56)? as u32 as usize;
+        let attrs = usize::try_from(number(56)?).ok().filter(|attrs| *attrs <= u32::MAX as usize)?;
         let size = count.checked_mul(RECORD)?.checked_add(attrs * ID_BYTES)?.checked_add(HEADER)?;
         let root = *bytes.get(16..)?.first_chunk()?;
         let right = bytes.starts_with(MAGIC) && number(8)? == device && size == summed;
@@ -207,3 +207,6 @@ fn put(bytes: &mut Vec<u8>, record: &Record, attrs: u32) {
     bytes.extend(attrs.to_le_bytes());
     bytes.extend(id);
 }
+
+#[cfg(test)]
+mod tests;

@@ -28,6 +28,7 @@ from agent_sandbox.cli import (
     serve,
     signals,
     snapshots,
+    store,
 )
 from agent_sandbox.errors import SandboxError, UnauthorizedError
 
@@ -66,9 +67,9 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *map(options.usage, arguments)]
 
 
-for family in (quickstart, commands, execs, sandboxes, files, snapshots, images, serve, doctor):
+for family in (quickstart, commands, execs, sandboxes, files, snapshots, images, store, serve, doctor):
     family.register(app)
-for _registered in (*app.registered_commands, *images.app.registered_commands):
+for _registered in (*app.registered_commands, *images.app.registered_commands, *store.app.registered_commands):
     _registered.cls = _Command
 
 

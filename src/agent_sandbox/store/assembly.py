@@ -56,6 +56,8 @@ class _Directory:
     names: dict[bytes, _Node] = field(default_factory=dict)
     own: set[bytes] | None = None
     """Names that were put there since; only for a layer."""
+    pure: bool = False
+    """Whether nothing of the base is in it or below, so that no whiteout need look again."""
 
     def entry(self, name: bytes) -> Entry:
         return Entry(name, Type.DIRECTORY, self.mode, self.mtime_ns, self.owner, self.attrs, content=self.content)
@@ -86,13 +88,14 @@ class Assembly:
         """Those of the base that were met, by link id."""
         self._linked = False
         self._layered = layered
-        self._root = _Directory(MADE_MODE, 0, self._made_owner)
-        if base is not None:
-            self._root = self._directory(base)
+        self._root = self._made() if base is None else self._directory(base)
 
     @property
     def _made_owner(self) -> tuple[int, int] | None:
         return (0, 0) if self._owners else None
+
+    def _made(self) -> _Directory:
+        return _Directory(MADE_MODE, 0, self._made_owner, pure=True)
 
     def _directory(self, entry: Entry) -> _Directory:
         return _Directory(entry.mode, entry.mtime_ns, entry.owner, entry.attrs, entry.content)
@@ -138,7 +141,7 @@ class Assembly:
                 if not make:
                     return None
                 self.hold(len(name))
-                below = _Directory(MADE_MODE, 0, self._made_owner)
+                below = self._made()
                 at.names[name] = below
                 self._own(at, name)
             if not isinstance(below, _Directory):
@@ -166,7 +169,7 @@ class Assembly:
         if isinstance(there, _Directory):
             there.mode, there.mtime_ns, there.owner, there.attrs = entry.mode, entry.mtime_ns, entry.owner, entry.attrs
         else:
-            self._place(path, _Directory(entry.mode, entry.mtime_ns, entry.owner, entry.attrs), 0)
+            self._place(path, _Directory(entry.mode, entry.mtime_ns, entry.owner, entry.attrs, pure=True), 0)
 
     def remove(self, path: Sequence[bytes]) -> None:
         """Remove what is at ``path``, as when something that is left out replaces it."""
@@ -215,13 +218,14 @@ class Assembly:
         """Hide all that the base has in the directory at ``path``."""
         parent = self._parent(path, make=False) if path else None
         there = self._root if not path else self._names(parent).get(path[-1]) if parent is not None else None
-        if not isinstance(there, _Directory):
+        if not isinstance(there, _Directory) or there.pure:
             return
         if there.content is not None:
             self._dropped(there)
             there.content = None
         for name in list(there.names):
             self._hide(there, name)
+        there.pure = True
 
     def _hide(self, parent: _Directory, name: bytes) -> None:
         """Remove the base's part of one name: all of it, or what is below where names were put there since."""
@@ -235,6 +239,8 @@ class Assembly:
                     self._dropped(node)
                     del parent.names[name]
                 continue
+            if node.pure:
+                continue
             if rest is None:
                 if node.content is not None:
                     self._dropped(node)
@@ -243,7 +249,9 @@ class Assembly:
             below = next(rest, None)
             if below is not None:
                 stack += [(parent, name, rest), (node, below, None)]
-            elif not own:
+                continue
+            node.pure = True
+            if not own:
                 if node.names:
                     node.mode, node.mtime_ns, node.owner, node.attrs = MADE_MODE, 0, self._made_owner, None
                     self._own(parent, name)

@@ -63,7 +63,7 @@ def begin(database: ObjectDatabase, project: str, take: Take | None, *, owners: 
         else:
             owner = (os.geteuid(), os.getegid()) if owners else None
             tree = chunks.put_tree((), writer.put)
-            captured = Captured(Entry(b"", Type.DIRECTORY, 0o755, now, owner, content=tree), Report(directories=1))
+            captured = Captured(Entry(b"", Type.DIRECTORY, 0o755, now, owner, content=tree), Report())
         commit = _put(writer, Commit(captured.root, (), None, now, note.author, note.message))
         writer.seal()
         with database.transaction(writer) as change:
@@ -127,13 +127,23 @@ def publish(database: ObjectDatabase, text: str) -> Created | UpToDate | HeadMov
         last = change.last_layer(branch.project)
         if last is not None and last.commit == branch.head:
             return UpToDate(branch.head)
-        if last is not None and last.number != branch.base:
-            best = history.common(database, branch.head, last.commit)
-            if best != [last.commit]:
-                return HeadMoved(last.commit)
+        if last is not None and history.common(database, branch.head, last.commit) != [last.commit]:
+            return HeadMoved(last.commit)
         layer = change.add_layer(branch.project, branch.head)
         change.move_ref(branch.project, branch.name, branch.head, expected=branch.head, base=layer.number)
         return Created(branch.head)
+
+
+def reset(database: ObjectDatabase, text: str, source: str) -> Ref:
+    """Move a branch to any state."""
+    with database.reading():
+        target = refs.resolve(database, source)
+        state(database, target.commit)
+        with database.transaction() as change:
+            branch = refs.branch(change, text)
+            base = standing(database, branch.project, target)
+            change.move_ref(branch.project, branch.name, target.commit, expected=branch.head, base=base)
+            return refs.find(change, branch.project, branch.name)
 
 
 def name(database: ObjectDatabase, source: str, project: str, name: str, kind: RefKind) -> Ref:

@@ -85,7 +85,7 @@ def capture(
         inodes = InodeReader(writer, owners=options.owners)
         trusted = base.content if base is not None else None
         entries = EntryReader(writer, inodes, found, device, trusted=trusted, old=old, new=new, progress=progress)
-        captured = _Capture(descent, writer, inodes, entries).run(PastDirectory(objects, base), found)
+        captured = _Capture(descent, writer, inodes, entries, new).run(PastDirectory(objects, base), found)
         if new is not None and captured.root.content is not None:
             new.replace(captured.root.content)
     return captured
@@ -106,11 +106,14 @@ class _Frame:
 class _Capture:
     """The walk of one capture."""
 
-    def __init__(self, descent: Descent, writer: Writer, inodes: InodeReader, entries: EntryReader) -> None:
+    def __init__(
+        self, descent: Descent, writer: Writer, inodes: InodeReader, entries: EntryReader, cache: CacheWriter | None
+    ) -> None:
         self._descent = descent
         self._writer = writer
         self._inodes = inodes
         self._entries = entries
+        self._cache = cache
         self._total = Tally()
         self._named: list[LeftOut] = []
         self._named_bytes = 0
@@ -207,6 +210,8 @@ class _Capture:
         except ChangedError:
             for group in tally.begun:
                 group.entry = None
+            if self._cache is not None:
+                self._cache.reachable = False
             frame.failures += 1
             if frame.failures == ATTEMPTS:
                 raise ConflictError(f"{shown(place.path())} kept changing while it was read") from None

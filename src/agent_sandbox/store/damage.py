@@ -179,7 +179,11 @@ class Finder:
         if bad is not None:
             yield _Fault(id, bad)
             return
-        found, items = decode_page(self._objects.read(id, Kind.PAGE))
+        try:
+            found, items = decode_page(self._objects.read(id, Kind.PAGE))
+        except StoreDamagedError as error:
+            yield _Fault(id, error.message)
+            return
         if level is not None and found != level:
             yield _Fault(id, "a page of a wrong level")
             return

@@ -43,11 +43,12 @@ class Change:
     new: Entry | None
 
 
-def diff(objects: Objects, old: Entry, new: Entry) -> Iterator[Change]:
+def diff(objects: Objects, old: Entry, new: Entry, *, whole: bool = False) -> Iterator[Change]:
     """Yield every path that differs between two directories, a directory before what is in it, names as bytes.
 
-    Everything below a directory that was added, removed, or is one on one side only, is told too. A directory is not
-    modified by what is in it, but its mtime mostly differs then (``metadata``).
+    Everything below a directory that was added, removed, or is one on one side only, is told too, unless ``whole`` says
+    that its own path is enough: then it is not opened. A directory is not modified by what is in it, but its mtime
+    mostly differs then (``metadata``).
     Raises :class:`StoreDamagedError` for what no writer would have made.
     """
     if kind := change_kind(old, new):
@@ -64,7 +65,7 @@ def diff(objects: Objects, old: Entry, new: Entry) -> Iterator[Change]:
         if kind := change_kind(before, after):
             yield Change(path, kind, before, after)
         directories = [entry if entry and entry.type is Type.DIRECTORY else None for entry in pair]
-        if any(directories):
+        if all(directories) if whole else any(directories):
             if len(stack) > MAX_DEPTH:
                 raise StoreDamagedError("a damaged directory: too deep")
             stack.append((path + b"/", differing(objects, directories[0], directories[1])))

@@ -28,7 +28,8 @@ from agent_sandbox.store.packs import failed, open_directory
 FORMAT = 1
 _STORE = re.compile(rb"agent-sandbox store\nformat ([0-9]{1,9})\nid ([0-9a-f]{32})\n")
 _FIRST_LINE = b"agent-sandbox store\n"
-_LEFTOVERS = {"lock", "packs", "tmp", "cache", "STORE.new", "index.sqlite", "index.sqlite-wal", "index.sqlite-shm"}
+_INDEX = ("index.sqlite", "index.sqlite-journal", "index.sqlite-wal", "index.sqlite-shm")
+_LEFTOVERS = {"lock", "packs", "STORE.new", *_INDEX}
 
 
 def read_store(path: Path) -> bytes:
@@ -82,11 +83,10 @@ def _make(path: Path) -> None:
     """Write everything, ``STORE`` last: what was begun and not finished is no store and is made again."""
     if (path / "STORE").exists():
         raise ConflictError(f"there is a store in {path} already")
-    for name in ("packs", "tmp"):
-        (path / name).mkdir(mode=0o700, exist_ok=True)
+    (path / "packs").mkdir(mode=0o700, exist_ok=True)
     if any((path / "packs").iterdir()):
         raise InvalidRequestError(f"{path} holds the packs of a store without the rest; choose another place")
-    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+    for name in _INDEX:
         (path / name).unlink(missing_ok=True)
     os.close(os.open(path / "index.sqlite", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     Index.create(path / "index.sqlite")

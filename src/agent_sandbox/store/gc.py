@@ -2,7 +2,7 @@
 
 ``spec/store.md`` ("gc", "The order of writes") is the source. The order, each step of which may be the last one:
 
-1. Remove what earlier runs left: dead packs, files without a row, rows without a file, scratch tables.
+1. Remove what earlier runs left: dead packs, files without a row, rows without a file.
 2. Mark what is alive (``marks.py``). An object that cannot be read ends gc here, with nothing removed.
 3. A living page, tree or commit that is a patch of a dead one is written out in full, because **what the index knows
    has everything below it in the store**: writers do not look below an object that is known. A dead blob has nothing
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreFullError
 from agent_sandbox.store.index import location, translated
-from agent_sandbox.store.marks import CONFLICT, PREFIX, Marks, marks
+from agent_sandbox.store.marks import CONFLICT, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind
 from agent_sandbox.store.packs import MAX_PACK, Pack, pack_name
@@ -111,8 +111,6 @@ class _Gc:
     def _clean(self) -> None:
         database = self._database
         self._removed_packs += database.remove_dead()
-        for scratch in (database.path / "tmp").glob(PREFIX + "*"):
-            scratch.unlink(missing_ok=True)
         rows = {row.number for row in database.index.packs()}
         names = {int(found[1]) for file in database.packs.iterdir() if (found := _FILE.fullmatch(file.name))}
         if names ^ rows:

@@ -110,6 +110,8 @@ def translated(path: Path) -> Iterator[None]:
         raise
     except sqlite3.Error as error:
         raise _translate(path, error) from error
+    except UnicodeDecodeError as error:
+        raise StoreDamagedError(f"a damaged index {path}: text that is not UTF-8") from error
 
 
 def _translate(path: Path, error: sqlite3.Error) -> StoreError:
@@ -274,15 +276,16 @@ class Index(Names):
                 raise StoreDamagedError(f"a damaged index {self.path}: {line}; run check")
 
     @contextmanager
-    def attached(self, scratch: Path) -> Iterator[sqlite3.Connection]:
-        """Open one more connection, with the new database ``scratch`` beside the index as ``mark``.
+    def attached(self) -> Iterator[sqlite3.Connection]:
+        """Open one more connection, with an empty database ``mark`` beside the index.
 
-        Nothing in ``mark`` outlives a crash. Errors are the caller's to translate.
+        It is SQLite's own temporary one: in memory while it is small, then in an unlinked file where ``SQLITE_TMPDIR``
+        or ``TMPDIR`` says, so a store on a full disk can be collected. Errors are the caller's to translate.
         """
         connection = _connect(self.path, self._wait_seconds)
         try:
-            connection.execute("ATTACH ? AS mark", (str(scratch),))
-            for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
+            connection.execute("ATTACH '' AS mark")
+            for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_CACHE_KIB}"):
                 connection.execute(f"PRAGMA mark.{pragma}").fetchall()
             yield connection
         finally:

@@ -101,7 +101,7 @@ def lay_out(
             if next(inside, None) is not None:
                 raise ConflictError("the directory to lay out in is not empty")
         count = _Count(objects, root, progress)
-        maker = Maker(objects, owners=options.owners, wrote=count.wrote)
+        maker = Maker(objects, options, wrote=count.wrote)
         links = _Links(descent.here, maker)
         try:
             _Layout(descent, objects, maker, links, count).fill(old, root, forced)

@@ -18,7 +18,7 @@ from agent_sandbox.store import walk
 from agent_sandbox.store.descent import Place
 from agent_sandbox.store.objects import Entry, Kind, Type, decode_attrs
 from agent_sandbox.store.oserrors import failure, shown
-from agent_sandbox.store.ports import Objects
+from agent_sandbox.store.ports import Objects, Options
 
 _SET_IDS = stat.S_ISUID | stat.S_ISGID
 _EASY_SECONDS = range(1 << 31)
@@ -45,9 +45,9 @@ def set_mode(spot: int, mode: int) -> None:
 class Maker:
     """Makes inodes. ``wrote`` is called with the length of each extent of a file, holes too."""
 
-    def __init__(self, objects: Objects, *, owners: bool, wrote: Callable[[int], None]) -> None:
+    def __init__(self, objects: Objects, options: Options, *, wrote: Callable[[int], None]) -> None:
         self._objects = objects
-        self._owners = owners
+        self._options = options
         self._wrote = wrote
 
     def make(self, place: Place, entry: Entry) -> None:
@@ -71,8 +71,9 @@ class Maker:
     def dress(self, place: Place, name: bytes, file: int, entry: Entry) -> None:
         """Give an open file or directory its owner, attributes, mode and times; ``place`` and ``name`` say where."""
         with making(place, name):
-            if self._owners and entry.owner is not None:
-                os.fchown(file, *entry.owner)
+            owner = self._owner(entry)
+            if owner is not None:
+                os.fchown(file, *owner)
             self._attributes(place, name, file, entry)
             os.fchmod(file, entry.mode)
             if entry.mode & _SET_IDS and stat.S_IMODE(os.fstat(file).st_mode) != entry.mode:
@@ -117,8 +118,12 @@ class Maker:
         self._time(entry, entry.name, place)
 
     def _own(self, entry: Entry, name: bytes, directory: int) -> None:
-        if self._owners and entry.owner is not None:
-            os.chown(name, *entry.owner, dir_fd=directory, follow_symlinks=False)
+        owner = self._owner(entry)
+        if owner is not None:
+            os.chown(name, *owner, dir_fd=directory, follow_symlinks=False)
+
+    def _owner(self, entry: Entry) -> tuple[int, int] | None:
+        return entry.owner if self._options.owners and entry.owner is not None else self._options.owner
 
     def _attributes(self, place: Place, name: bytes, file: int, entry: Entry) -> None:
         if entry.attrs is None:

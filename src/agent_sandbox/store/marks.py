@@ -1,12 +1,11 @@
 """What is alive: walk from the names over every object, in a scratch table on disk, not in memory.
 
 For gc, which removes the rest, and for check, which verifies all of it. Each object is opened once, however many states
-share it. The scratch database lies in ``tmp/`` and is removed afterwards, or by the next gc.
+share it.
 """
 
 from __future__ import annotations
 
-import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from agent_sandbox.store.objects import (
     decode_tree,
 )
 
-PREFIX = "marks-"
 _BATCH = 256
 _SCHEMA = """
 CREATE TABLE mark.live (
@@ -158,11 +156,6 @@ class Marks:
 @contextmanager
 def marks(database: ObjectDatabase) -> Iterator[Marks]:
     """Make an empty scratch table beside the index; it goes when the block ends."""
-    path = database.path / "tmp" / f"{PREFIX}{secrets.token_hex(8)}.sqlite"
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    try:
-        with database.index.attached(path) as connection:
-            connection.executescript(_SCHEMA)
-            yield Marks(database, connection)
-    finally:
-        path.unlink(missing_ok=True)
+    with database.index.attached() as connection:
+        connection.executescript(_SCHEMA)
+        yield Marks(database, connection)

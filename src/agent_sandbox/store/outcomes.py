@@ -15,7 +15,7 @@ class Left(StrEnum):
     ATTRIBUTES = "attributes_too_large"
     UNREADABLE = "unreadable"
     NAME = "name"
-    """Only from an archive: a name that cannot be in a workspace."""
+    """A name that cannot be in a workspace: from an archive, or of more than 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,8 @@ class Options:
 
     owners: bool = False
     """Record uid and gid (capture), apply them (checkout; needs root)."""
+    owner: tuple[int, int] | None = None
+    """uid and gid for every entry that records none, or whose own is not applied (checkout, difference; needs root)."""
     threads: int = 0
     """Workers of the engine; 0 is one for each core, at most 8."""
 

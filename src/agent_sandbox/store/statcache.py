@@ -20,7 +20,8 @@ Rules, with their reasons:
 * An inode whose ctime is later than 50 ms before the capture began is not remembered: a clock tick is 10 ms at most
   (CONFIG_HZ=100), and a second write in the tick of the first leaves the same ctime.
 * A store may have lost what a record names (a gc, another store). Where the header's root is that of the base, every id
-  is reachable from it; else whoever uses an id asks the writer whether it has it.
+  is reachable from it; else whoever uses an id asks the writer whether it has it. A capture that read a directory twice
+  may remember what is not in its tree, and writes zeros for the root.
 * A file whose attributes were left out is not remembered, so that each report names it.
 * Records of form 3 say that a tree exists; this module writes none and passes them over.
 """
@@ -177,6 +178,8 @@ class CacheWriter:
         self._path = path
         self._device = device
         self._before = start_ns - MARGIN_NS
+        self.reachable = True
+        """Whether all that is remembered is in the tree that is captured; set it to False when not."""
         self._run_length = run
         self._attrs: dict[bytes, int] = {}
         self._records: list[bytes] = []
@@ -241,7 +244,9 @@ class CacheWriter:
                 for id in self._attrs:
                     file.write(id)
                 file.seek(0)
-                head = HEADER.pack(MAGIC, self._device, root, count, len(self._attrs), 0)
+                head = HEADER.pack(
+                    MAGIC, self._device, root if self.reachable else bytes(ID_BYTES), count, len(self._attrs), 0
+                )
                 file.write(head)
                 file.flush()
                 os.lseek(file.fileno(), 0, os.SEEK_SET)

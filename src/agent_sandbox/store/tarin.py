@@ -44,6 +44,7 @@ from agent_sandbox.store.past import PastDirectory
 from agent_sandbox.store.ports import Captured, Objects, Options, Progress, Writer
 from agent_sandbox.store.tarinput import Input, Limits
 from agent_sandbox.store.tarread import Member, MemberKind, Stream, TarReader
+from agent_sandbox.store.walk import MAX_DEPTH
 
 Cut = Callable[[bytes, int, int], int]
 """Where a chunk ends; see :func:`agent_sandbox.store.chunks.cut`."""
@@ -51,6 +52,8 @@ Cut = Callable[[bytes, int, int], int]
 MAX_LOOKUPS = 200_000
 """Directories of the base that are looked up, so that a hostile archive cannot make us go up and down in it for ever.
 What comes after them is stored whole where it could have been a patch."""
+MAX_PATH = (MAX_DEPTH + 1) * (MAX_NAME + 1)
+"""No path that the tree could hold has more bytes."""
 MAX_LEFT_OUT = 10_000
 MAX_LEFT_OUT_BYTES = 16 << 20
 _PIECE = 1 << 20
@@ -310,6 +313,8 @@ def names(path: bytes) -> tuple[bytes, ...]:
         raise InvalidRequestError(f"the archive has an absolute name: {shown(path)}")
     if not path or b"\0" in path:
         raise InvalidRequestError("the archive has a name that is empty or has NUL in it")
+    if len(path) > MAX_PATH:
+        raise InvalidRequestError(f"the archive has a name of {len(path)} bytes: {shown(path)}")
     found = tuple(name for name in path.split(b"/") if name not in (b"", b"."))
     if b".." in found:
         raise InvalidRequestError(f"the archive has a name with '..' in it: {shown(path)}")

@@ -63,19 +63,16 @@ def choose(objects: Objects, base: Entry | None, left: Entry | None, right: Entr
 def lost(objects: Objects, base: Entry, kept: Entry) -> Iterator[bytes]:
     """Yield the paths, relative to a directory, that were changed or added in it and would go with it.
 
-    What was added below an added directory is not told again.
+    Of what was added, the highest path alone.
     """
-    inside: bytes | None = None
-    for change in diff(objects, base, kept):
+    for change in diff(objects, base, kept, whole=True):
         old, new = change.old, change.new
-        if new is None or (inside is not None and change.path.startswith(inside)):
+        if new is None:
             continue
         if old is not None and old.type is new.type:
             same = replace(old, content=new.content, mtime_ns=new.mtime_ns) if new.type is Type.DIRECTORY else old
             if unlinked(same) == unlinked(new):
                 continue
-        elif new.type is Type.DIRECTORY:
-            inside = change.path + b"/"
         yield change.path
 
 

@@ -73,11 +73,13 @@ def checkout(
         engine.checkout(root, fd, store, options=options or Options(), progress=progress)
 
 
-def difference(engine: Engine, old: Entry, new: Entry, directory: Path, store: MemoryObjects) -> None:
+def difference(
+    engine: Engine, old: Entry, new: Entry, directory: Path, store: MemoryObjects, *, options: Options | None = None
+) -> None:
     """Lay the overlay layer between two states out under a new directory."""
     directory.mkdir()
     with opened(directory) as fd:
-        engine.difference(old, new, fd, store)
+        engine.difference(old, new, fd, store, options=options or Options())
 
 
 def state(store: MemoryObjects, entries: Iterable[Entry]) -> Entry:

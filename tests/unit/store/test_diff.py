@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from agent_sandbox.errors import StoreDamagedError
 from agent_sandbox.store import walk
@@ -81,6 +81,17 @@ def test_a_directory_that_became_a_file_takes_what_was_in_it_along() -> None:
     assert changes(tree(d=file(b"x")), tree(d__f=file())) == {b"d": "type", b"d/f": "added"}
 
 
+def test_whole_directories_can_be_told_by_their_own_path() -> None:
+    objects = Counting()
+    old = tree(gone__a__b=file(), typed__a=file(), both__a=file(), other=file(b"x"))
+    new = tree(new__a__b=file(), typed=file(), both__a=file(b"x"), other__a=file())
+    before, after = build(objects, old), build(objects, new)
+    objects.reads.clear()
+    found = [change.path for change in diff(objects, before, after, whole=True)]
+    assert found == [b"both/a", b"gone", b"new", b"other", b"typed"]
+    assert len(objects.reads) == 4  # root and both, of both
+
+
 def test_the_root_has_the_empty_path_and_comes_first() -> None:
     objects = MemoryObjects()
     old, new = tree({b"": DIRECTORY}), tree({b"": replace(DIRECTORY, mode=0o700)}, a=file())
@@ -92,6 +103,7 @@ def test_the_root_has_the_empty_path_and_comes_first() -> None:
 
 
 @given(states.states(), states.edits())
+@settings(deadline=None)
 def test_differences_are_those_of_the_dictionaries(old: Tree, edits: list[Edit]) -> None:
     objects = MemoryObjects()
     new = states.apply(old, edits)

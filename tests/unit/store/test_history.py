@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_sandbox.errors import LimitExceededError
@@ -59,6 +59,7 @@ def graphs(times: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[tup
 
 
 @given(graphs() | graphs(st.integers(0, 3)) | graphs(st.integers(-9, 9)), st.integers(0, 15), st.integers(0, 15))
+@settings(deadline=None)
 def test_common_ancestors_are_those_of_the_definition(drawn: tuple[Graph, list[bytes]], one: int, two: int) -> None:
     graph, ids = drawn
     left, right = ids[one % len(ids)], ids[two % len(ids)]
@@ -83,6 +84,7 @@ def test_unrelated_lines_have_none() -> None:
 
 
 @given(graphs() | graphs(st.integers(-9, 9)))
+@settings(deadline=None)
 def test_the_log_has_every_ancestor_once_and_begins_with_the_head(drawn: tuple[Graph, list[bytes]]) -> None:
     graph, ids = drawn
     found = [id for id, _ in ancestors(graph.objects, ids[-1])]
@@ -92,6 +94,7 @@ def test_the_log_has_every_ancestor_once_and_begins_with_the_head(drawn: tuple[G
 
 
 @given(graphs())
+@settings(deadline=None)
 def test_the_log_is_newest_first_where_clocks_are_right(drawn: tuple[Graph, list[bytes]]) -> None:
     graph, ids = drawn
     times = [commit.time_ns for _, commit in ancestors(graph.objects, ids[-1])]

@@ -120,6 +120,7 @@ _some_lines = st.lists(st.sampled_from("abcdefgh").map(lambda letter: letter + "
 
 
 @given(_some_lines, _some_lines, st.sampled_from([0, 500, WORK]))
+@settings(deadline=None)
 def test_opcodes_cover_both_sides_in_order(before: list[str], after: list[str], work: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WORK", work)

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from agent_sandbox.errors import InvalidRequestError, PayloadTooLargeError
 from agent_sandbox.store import walk
+from agent_sandbox.store.assembly import Assembly
 from agent_sandbox.store.layers import read_layer, write_layer
 from agent_sandbox.store.objects import Entry, Kind, Type
 from agent_sandbox.store.outcomes import Left, LeftOut
@@ -369,6 +371,22 @@ def test_hostile_layers_are_refused(member: bytes) -> None:
 def test_an_opaque_whiteout_does_not_follow_a_symlink() -> None:
     base = tree(d__x=file(b"x"), l=symlink(b"d"))
     assert applied(base, [raw(b"l/.wh..wh..opq")]) == {"d": "/", "d/x": "x", "l": "-> d"}
+
+
+@pytest.mark.parametrize("whiteout", [b"d/.wh..wh..opq", b".wh..wh..opq"])
+def test_repeated_whiteouts_look_once(whiteout: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bytes] = []
+    hide = Assembly._hide
+
+    def counted(self: Assembly, parent: Any, name: bytes) -> None:
+        looked.extend(parent.names[name].names if name == b"d" and not parent.names[name].pure else [name])
+        hide(self, parent, name)
+
+    monkeypatch.setattr(Assembly, "_hide", counted)
+    base = tree({b"d/%d" % index: file() for index in range(50)})
+    own = [raw(b"d/own-%d" % index) for index in range(50)]
+    assert len(applied(base, [*own, *[raw(whiteout)] * 100])) == 51
+    assert len(looked) <= 100 + 100
 
 
 def test_limits_and_reports_are_those_of_archives() -> None:

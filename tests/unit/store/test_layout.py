@@ -32,7 +32,7 @@ from agent_sandbox.store.objects import (
     link_id,
 )
 from agent_sandbox.store.ports import Engine, Options
-from tests.unit.store.engines import capture, checkout, each_engine, memory, opened, state, unprivileged
+from tests.unit.store.engines import capture, checkout, difference, each_engine, memory, opened, state, unprivileged
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.trees import Data, Looks, Make, build, scratch, state_of
 
@@ -119,6 +119,44 @@ def test_owners_are_applied_only_when_asked_for(engine: Engine) -> None:
         assert {one.owner for one in owned.values()} == {owner}
         assert (owned[b"file"].mode, owned[b"directory"].mode) == (0o6755, 0o2755)
         assert capture(engine, place / "owned", store, options=Options(owners=True)).root == root
+
+
+@pytest.mark.real
+@each_engine
+@pytest.mark.parametrize("owners", [False, True])
+def test_one_owner_for_all_that_have_none(engine: Engine, owners: bool) -> None:
+    with scratch() as place:
+        store = memory(place)
+        link = link_id(b"directory/linked")
+        inside = [file(store, b"linked", link=link), file(store, b"recorded", owner=(1, 2), mode=0o6755)]
+        entries = [
+            Entry(b"directory", Type.DIRECTORY, 0o2755, 0, content=state(store, inside).content),
+            file(store, b"file", mode=0o4711),
+            file(store, b"linked", link=link),
+            Entry(b"link", Type.SYMLINK, 0o777, 0, target=b"x"),
+            Entry(b"pipe", Type.FIFO, 0o644, 0),
+        ]
+        root = state(store, entries)
+        options = Options(owners=owners, owner=(1_234, 5_678))
+        checkout(engine, root, place / "copy", store, options=options)
+        difference(engine, state(store, []), root, place / "layer", store, options=options)
+        for name in ("copy", "layer"):
+            found = state_of(place / name, owners=True)
+            recorded = found.pop(b"directory/recorded")
+            assert recorded.owner == ((1, 2) if owners else (1_234, 5_678))
+            assert {one.owner for one in found.values()} == {(1_234, 5_678)}
+            assert (recorded.mode, found[b"file"].mode, found[b"directory"].mode) == (0o6755, 0o4711, 0o2755)
+            assert found[b"linked"].names == {b"linked", b"directory/linked"}
+
+
+@each_engine
+def test_one_owner_needs_root(engine: Engine) -> None:
+    with scratch() as place:
+        store = memory(place)
+        root = state(store, [file(store, b"file")])
+        (place / "copy").mkdir()
+        with opened(place / "copy") as fd, unprivileged(place / "copy"), pytest.raises(ForbiddenError):
+            engine.checkout(root, fd, store, options=Options(owner=(1_234, 5_678)))
 
 
 @each_engine

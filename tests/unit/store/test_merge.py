@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_sandbox.errors import LimitExceededError
@@ -351,6 +351,7 @@ def oracle_path(base: Node | None, left: Node | None, right: Node | None) -> Nod
 
 
 @given(states.states(), states.edits(), states.edits())
+@settings(deadline=None)
 def test_any_merge_is_what_the_rules_say(base: Tree, left: list[Edit], right: list[Edit]) -> None:
     sides = states.apply(base, left), states.apply(base, right)
     expected = oracle(base, *sides)
@@ -370,6 +371,7 @@ _link_edits = st.lists(
 
 
 @given(_link_edits, _link_edits, _link_edits)
+@settings(deadline=None)
 def test_links_merge_as_the_rules_say(base_: list[Edit], left: list[Edit], right: list[Edit]) -> None:
     base = states.apply(tree(a=X, b=X, c=X), base_)
     sides = states.apply(base, left), states.apply(base, right)
@@ -382,6 +384,7 @@ def test_links_merge_as_the_rules_say(base_: list[Edit], left: list[Edit], right
 
 
 @given(states.states(), states.states(), states.edits(), states.edits())
+@settings(deadline=None)
 def test_edits_of_disjoint_paths_all_come_out(one: Tree, two: Tree, left: list[Edit], right: list[Edit]) -> None:
     """What each side did in a directory of its own is there afterwards, with every link."""
 
@@ -398,6 +401,7 @@ def test_edits_of_disjoint_paths_all_come_out(one: Tree, two: Tree, left: list[E
 
 
 @given(states.states(), states.states())
+@settings(deadline=None)
 def test_a_side_that_did_nothing_takes_all_of_the_other(base: Tree, side: Tree) -> None:
     objects = MemoryObjects()
     roots = build(objects, base), build(objects, side)

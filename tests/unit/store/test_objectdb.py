@@ -70,7 +70,7 @@ def test_directory_is_what_the_format_page_says(path: Path) -> None:
     assert text.startswith("agent-sandbox store\nformat 1\nid ")
     assert text.endswith("\n")
     assert len(text) == len("agent-sandbox store\nformat 1\nid \n") + 32
-    assert sorted(file.name for file in path.iterdir()) == ["STORE", "index.sqlite", "lock", "packs", "tmp"]
+    assert sorted(file.name for file in path.iterdir()) == ["STORE", "index.sqlite", "lock", "packs"]
     assert {oct(file.stat().st_mode & 0o077) for file in [path, *path.iterdir()]} == {"0o0"}
 
 

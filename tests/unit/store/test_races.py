@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.errors import ConflictError
+from agent_sandbox.errors import ConflictError, InvalidRequestError
 from agent_sandbox.store import walk
 from agent_sandbox.store.objects import Entry, Kind, Type
 from agent_sandbox.store.ports import Engine, Location
 from agent_sandbox.store.reference import ReferenceEngine
+from agent_sandbox.store.statcache import HEADER
 from tests.unit.store.engines import capture, checkout, each_engine, memory, opened, state
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.trees import scratch
@@ -227,7 +228,9 @@ def test_a_directory_that_changes_twice_is_listed_three_times() -> None:
                 (tree / "busy" / name / "file").write_text(name)
 
         store.meddle = meddle
-        captured = capture(REFERENCE, tree, store)
+        captured = capture(REFERENCE, tree, store, cache=place / "cache")
+        # What was remembered may have been read in vain, so no root vouches for it.
+        assert HEADER.unpack((place / "cache").read_bytes()[: HEADER.size])[2] == bytes(32)
         assert contents(store, captured.root) == {
             b"busy/file": b"file",
             b"busy/inside/file": b"inside/file",
@@ -298,6 +301,22 @@ def test_a_directory_that_is_moved_out_is_not_followed() -> None:
         store.meddle = meddle
         with pytest.raises(ConflictError, match="moved"):
             capture(REFERENCE, tree, store)
+
+
+def test_a_tree_that_becomes_too_deep_is_refused() -> None:
+    with scratch() as place:
+        deep, more = place.joinpath("tree", *["d"] * 600), place.joinpath(*["e"] * 600)
+        deep.mkdir(parents=True)
+        more.mkdir(parents=True)
+        store = meddler(place)
+
+        def meddle(number: int) -> None:
+            if number == 0:
+                (place / "e").rename(deep / "e")
+
+        store.meddle = meddle
+        with pytest.raises(InvalidRequestError, match="1000 directories"):
+            capture(REFERENCE, place / "tree", store)
 
 
 # ---- at any moment: every engine -----------------------------------------------------------------------------------

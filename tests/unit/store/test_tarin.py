@@ -209,6 +209,7 @@ def test_a_file_that_is_replaced_by_what_is_left_out_is_gone() -> None:
         "symlink with NUL": pax([(b"linkpath", b"a\0b")]) + raw(b"a", b"2"),
         "attribute with NUL": pax([(b"SCHILY.xattr.user.a\0b", b"")]) + raw(b"a"),
         "too deep": pax([(b"path", b"d/" * 1_001)]) + raw(b"a", b"5"),
+        "too long": pax([(b"path", b"./" * 1_000_000 + b"a")]) + raw(b"a"),
         "too deep, a file": pax([(b"path", b"d/" * 1_001 + b"f")]) + raw(b"a"),
     }.items(),
     ids=lambda item: item[0],

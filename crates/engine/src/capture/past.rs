@@ -4,7 +4,9 @@
 //! in it.
 
 use crate::error::{Error, Result};
-use crate::format::{Body, Content, Entry, Id, Kind, Page, SMALL_FILE, Time, Tree, decode_page, decode_tree};
+use crate::format::{
+    Body, Content, Entry, Id, Kind, MAX_LEVEL, Page, SMALL_FILE, Time, Tree, decode_page, decode_tree,
+};
 use crate::read::Reader;
 use crate::scan::Scan;
 use std::collections::HashMap;
@@ -30,6 +32,26 @@ pub struct OldFile {
     pub size: u64,
     pub mtime: Time,
     pub content: Content,
+}
+
+impl OldFile {
+    /// The content at the front.
+    pub fn front(&self, reader: &Reader<'_>) -> Result<Option<Id>> {
+        let mut id = match self.content {
+            Content::Empty => return Ok(None),
+            Content::Blob(id) => return Ok(Some(id)),
+            Content::Paged(root) => root,
+        };
+        for _ in 0..=MAX_LEVEL {
+            let Some(page) = forgiven(reader.list(&id, Kind::Page, None))? else { break };
+            match decode_page(&page) {
+                Ok(Page::Extents(extents)) => return Ok(extents.first().and_then(|extent| extent.id)),
+                Ok(Page::Children(_, children)) => id = children[0].id,
+                Err(_) => break,
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// The directories as they were.

@@ -224,10 +224,10 @@ impl<'a> Worker<'a> {
             arena.truncate(start);
             return Ok(None);
         }
-        let base = old.and_then(|old| match old.content {
-            Content::Blob(id) => Some(id),
-            _ => None,
-        });
+        let base = match old {
+            Some(old) => old.front(self.shared.reader)?,
+            None => None,
+        };
         Ok(Some(self.collector.keep(start, base)?))
     }
 }
