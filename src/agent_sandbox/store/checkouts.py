@@ -8,7 +8,8 @@
 
 Strategy
 --------
-* A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only copy of
+* A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only
+  copy of
   anything: what is damaged, half-built or evicted is built again from the store.
 * A new state is laid out as a difference over the nearest ancestor that is here, so that a rollback or fork costs
   what changed. When the stack would be deeper than ``MAX_DEPTH`` it is laid out whole: cold lookups grow with each

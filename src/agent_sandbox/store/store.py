@@ -15,7 +15,7 @@ More than 400 lines: it is the interface, and each method is short and says what
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ from agent_sandbox.store import branches, chunks, history, layers, refs, tarin, 
 from agent_sandbox.store.branches import Note, Take
 from agent_sandbox.store.catalog import Layer, Pin, Project, Ref, RefKind
 from agent_sandbox.store.check import CheckReport, check
+from agent_sandbox.store.checkouts import Checkouts
 from agent_sandbox.store.diff import Change, diff
 from agent_sandbox.store.gc import GcReport, collect
 from agent_sandbox.store.history import LogEntry
@@ -375,6 +376,10 @@ class Store:
             old = None if base is None else self._state(base)[1]
             _, new = self._state(ref)
             layers.write_layer(self._database, old, new, out, owner=owner, progress=progress)
+
+    def checkouts(self, directory: Path, *, max_bytes: int, in_use: Callable[[], set[str]]) -> Checkouts:
+        """Give the cache of checkouts in ``directory`` (see ``checkouts.py``), not yet started."""
+        return Checkouts(directory, self._database, self._engine, max_bytes=max_bytes, in_use=in_use)
 
     # ---- care ------------------------------------------------------------------------------------------------------
 
