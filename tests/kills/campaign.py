@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_sandbox.errors import SandboxError
+from agent_sandbox.store import Store
 from tests.e2e.serving import KEY, Served
 from tests.kills import aftermath
 from tests.kills.api import Api, Lost, Refused, Stuck
@@ -184,9 +185,13 @@ class Campaign:
         kept = {item["id"] for item in api.ask("GET", "/v1/snapshots")["snapshots"]}
         if kept != snaps:
             yield f"snapshots {sorted(snaps - kept)} are not listed, and nobody knows {sorted(kept - snaps)}"
-        files = {path.name for path in (self.served.data / "snapshots").iterdir()}
-        if files != {f"{id}.tar.zst" for id in kept}:
-            yield f"snapshot files {sorted(files)} for the snapshots {sorted(kept)}"
+        with Store.open(self.served.data / "store") as store:
+            pins = {pin.name for pin in store.pins()}
+            damages = store.check().damages
+        if pins != kept:
+            yield f"states {sorted(pins)} in the store for the snapshots {sorted(kept)}"
+        for damage in damages:
+            yield f"the store is damaged: {damage}"
         yield from self._host_differences(listed, brief)
 
     def _host_differences(self, listed: Mapping[str, Any], brief: set[str]) -> Iterator[str]:
