@@ -67,8 +67,9 @@ class Local:
         return found
 
     def stop(self) -> None:
-        """Remove what is left and end the server."""
-        if not self.servers():
+        """Remove what is left, also by a server that was killed, and end the server."""
+        environments = self.data / "runc" / "env"
+        if not self.servers() and not (environments.is_dir() and any(environments.iterdir())):
             return
         left = [item["id"] for item in self.json("ls") + self.json("snapshots")]
         if left:

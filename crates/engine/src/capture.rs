@@ -173,10 +173,7 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
 
     let mut found = Found { contents: vec![None; scan.nodes.len()], attrs, ..Found::default() };
     link(&mut scan, &mut found)?;
-    let base = request.base.map(decode_root).transpose()?.and_then(|root| match root.body {
-        Body::Directory { tree } => Some(tree),
-        _ => None,
-    });
+    let base = base(request, client)?;
     let cache = request.cache.and_then(|path| StatCache::load(path, scan.device));
     let trusted = cache.as_ref().is_some_and(|cache| Some(cache.root) == base);
     if let Some(cache) = &cache {
@@ -223,6 +220,14 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
         report.left_out.add(scan.path(node), why);
     }
     Ok((Captured { root, report }, Remembered { scan, found, roots }))
+}
+
+/// The root tree of the state before, if the store has it: then it has everything below.
+fn base(request: &Request<'_>, client: &Client) -> Result<Option<Id>> {
+    let Some(bytes) = request.base else { return Ok(None) };
+    let Body::Directory { tree } = decode_root(bytes)?.body else { return Ok(None) };
+    let held = client.ask(vec![tree])?.recv().map_err(|_| Error::Stopped)?;
+    Ok(held.first().is_some_and(|held| *held).then_some(tree))
 }
 
 /// Find the inodes with several names.
@@ -510,3 +515,6 @@ impl Remembered {
         statcache::save(path, (scan.device, &self.roots[0]), &attrs, nodes.len(), records)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -83,7 +83,6 @@ class NativeEngine:
                 objects.locate,
                 writer.has,
                 writer.append,
-                writer.flush,
                 Row,
                 base=None if base is None else encode_root(base),
                 lower=lower,

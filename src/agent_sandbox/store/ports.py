@@ -75,11 +75,12 @@ class Writer(Protocol):
         """Keep one object and return its id; ``base`` is the id of one that it probably resembles."""
 
     def append(self, records: bytes, rows: Sequence[Row]) -> None:
-        """Append whole records, encoded elsewhere. Ids that are already held are an error of the caller, not
-        checked."""
+        """Append whole records, encoded elsewhere; now and then :meth:`flush` by itself. Ids that are already held are
+        an error of the caller, not checked."""
 
     def flush(self) -> None:
-        """Sync the pack and make its objects known, so that memory does not grow with an import."""
+        """Sync the pack and make its objects known. :meth:`append` does it itself, so that memory does not grow with an
+        import."""
 
     def seal(self) -> None:
         """Sync the pack; its rows go into the index with the transaction that the caller makes next

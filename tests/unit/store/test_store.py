@@ -762,6 +762,25 @@ def test_a_store_is_safe_for_threads(store: Store, place: Path) -> None:
     assert store.check().clean
 
 
+def test_the_compiled_engine_is_the_default(place: Path) -> None:
+    work = files(place / "work", a="x")
+    with Store.create(place / "store") as store:
+        store.init("p", work)
+        store.checkout("p", place / "out")
+    assert state_of(place / "out") == state_of(work)
+
+
+def test_a_missing_engine_is_said_where_it_is_needed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "agent_sandbox.store.native", None)
+    monkeypatch.delattr("agent_sandbox.store.native", raising=False)
+    work = files(place / "work", a="x")
+    with Store.create(place / "store") as store:
+        store.init("p")
+        with pytest.raises(StoreError, match=r"install agent-sandbox\[server\]"):
+            store.commit("p", work)
+        assert len(list(store.log("p"))) == 1
+
+
 def test_log_entries_are_plain_values(store: Store) -> None:
     made = store.init("p")
     entry = next(store.log("p"))

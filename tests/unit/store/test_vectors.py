@@ -52,8 +52,8 @@ def test_the_vectors_are_what_their_program_writes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     written = {path.name: path.read_text() for path in tmp_path.glob("*.json")}
-    assert written == {path.name: path.read_text() for path in vectors.FOLDER.glob("*.json")}
     assert len(written) == 6
+    assert written == {name: (vectors.FOLDER / name).read_text() for name in written}
 
 
 @pytest.mark.parametrize(("name", "encode"), [("uvarint", uvarint), ("svarint", svarint)])

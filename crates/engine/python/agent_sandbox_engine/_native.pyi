@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
+CODES: list[str]
+"""The codes of :class:`EngineError`."""
+
 class EngineError(Exception):
     """A failure; ``args`` are the code of its class in ``agent_sandbox.errors``, and a message."""
 
@@ -16,7 +19,6 @@ def capture(
     locate: Callable[[Sequence[bytes]], Sequence[Any]],
     has: Callable[[Sequence[bytes]], Sequence[bool]],
     append: Callable[[bytes, Sequence[Any]], None],
-    flush: Callable[[], None],
     row: Callable[[bytes, int, int, bytes | None, int], Any],
     *,
     base: bytes | None,

@@ -118,7 +118,7 @@ impl<'a> Worker<'a> {
         Ok(self.read)
     }
 
-    fn files(&mut self, dir: u32, files: &[(u32, Option<OldFile>)]) -> Result<Vec<Outcome>> {
+    pub fn files(&mut self, dir: u32, files: &[(u32, Option<OldFile>)]) -> Result<Vec<Outcome>> {
         let scan = self.shared.scan;
         let node = scan.dirs[dir as usize].node;
         let path = scan.path(node);

@@ -8,15 +8,10 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use std::sync::atomic::Ordering;
 
-/// Objects and bytes that are appended before the writer is told to make them known.
-const FLUSH_OBJECTS: usize = 65_536;
-const FLUSH_BYTES: usize = 512 << 20;
-
 /// What a capture writes to.
 pub struct PyWriter {
     pub has: Py<PyAny>,
     pub append: Py<PyAny>,
-    pub flush: Py<PyAny>,
     /// The class `ports.Row`.
     pub row: Py<PyAny>,
 }
@@ -26,8 +21,6 @@ pub struct PyHost {
     locate: Py<PyAny>,
     writer: Option<PyWriter>,
     progress: Option<Py<PyAny>>,
-    objects: usize,
-    bytes: usize,
 }
 
 fn foreign(error: PyErr) -> Error {
@@ -41,7 +34,7 @@ fn list<'py>(py: Python<'py>, ids: &[Id]) -> PyResult<Bound<'py, PyList>> {
 impl PyHost {
     /// Without a writer nothing may be appended.
     pub fn new(locate: Py<PyAny>, writer: Option<PyWriter>, progress: Option<Py<PyAny>>) -> PyHost {
-        PyHost { locate, writer, progress, objects: 0, bytes: 0 }
+        PyHost { locate, writer, progress }
     }
 
     fn writer(&self) -> Result<&PyWriter> {
@@ -84,8 +77,6 @@ impl Host for PyHost {
 
     fn append(&mut self, records: &Records) -> Result<()> {
         let writer = self.writer()?;
-        let flush = self.objects + records.rows.len() >= FLUSH_OBJECTS
-            || self.bytes + records.bytes.len() >= FLUSH_BYTES;
         Python::attach(|py| -> PyResult<()> {
             let class = writer.row.bind(py);
             let rows = PyList::empty(py);
@@ -100,19 +91,9 @@ impl Host for PyHost {
                 ))?)?;
             }
             writer.append.bind(py).call1((PyBytes::new(py, &records.bytes), rows))?;
-            if flush {
-                writer.flush.bind(py).call0()?;
-            }
             Ok(())
         })
-        .map_err(foreign)?;
-        if flush {
-            (self.objects, self.bytes) = (0, 0);
-        } else {
-            self.objects += records.rows.len();
-            self.bytes += records.bytes.len();
-        }
-        Ok(())
+        .map_err(foreign)
     }
 
     fn pulse(&mut self, done: &Done) -> Result<()> {

@@ -15,10 +15,10 @@ use std::path::PathBuf;
 type Answer<'py> =
     (Bound<'py, PyBytes>, (u64, u64, u64, u64, u64, u64), Vec<(Bound<'py, PyBytes>, &'static str)>, u64);
 
-/// See `ports.Engine.capture`. `locate`, `has`, `append` and `flush` are methods of `ports.Objects` and `ports.Writer`,
+/// See `ports.Engine.capture`. `locate`, `has` and `append` are methods of `ports.Objects` and `ports.Writer`,
 /// `row` is the class `ports.Row`; all are called from this thread alone.
 #[pyfunction]
-#[pyo3(signature = (directory, packs, locate, has, append, flush, row, *, base, lower, cache, owners, threads, progress))]
+#[pyo3(signature = (directory, packs, locate, has, append, row, *, base, lower, cache, owners, threads, progress))]
 #[allow(clippy::too_many_arguments)]
 pub fn capture<'py>(
     py: Python<'py>,
@@ -27,7 +27,6 @@ pub fn capture<'py>(
     locate: Py<PyAny>,
     has: Py<PyAny>,
     append: Py<PyAny>,
-    flush: Py<PyAny>,
     row: Py<PyAny>,
     base: Option<Vec<u8>>,
     lower: Option<i32>,
@@ -36,7 +35,7 @@ pub fn capture<'py>(
     threads: usize,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Answer<'py>> {
-    let mut host = PyHost::new(locate, Some(PyWriter { has, append, flush, row }), progress);
+    let mut host = PyHost::new(locate, Some(PyWriter { has, append, row }), progress);
     let captured = detached(py, || {
         let directory = descriptor(directory)?;
         let lower = lower.map(descriptor).transpose()?;

@@ -21,25 +21,36 @@ pyo3::create_exception!(
     "A failure: the code of its class, and a message."
 );
 
+/// The codes of [`EngineError`].
+const CODES: [&str; 7] = [
+    "store_error",
+    "store_damaged",
+    "invalid_request",
+    "conflict",
+    "forbidden",
+    "limit_exceeded",
+    "store_full",
+];
+
 /// The exception that an error means.
 fn raise(error: Error) -> PyErr {
-    let code = match &error {
-        Error::Damaged(_) => "store_damaged",
-        Error::Invalid(_) => "invalid_request",
-        Error::Conflict(_) => "conflict",
-        Error::Forbidden(_) => "forbidden",
-        Error::Limit(_) => "limit_exceeded",
-        Error::Full(_) => "store_full",
-        Error::Unfit(_) | Error::Io { .. } | Error::Stopped | Error::Internal(_) => "store_error",
-        Error::Foreign(_) => "",
-    };
-    match error {
+    let error = match error {
         Error::Foreign(foreign) => match foreign.downcast::<PyErr>() {
-            Ok(error) => *error,
-            Err(error) => EngineError::new_err(("store_error", error.to_string())),
+            Ok(error) => return *error,
+            Err(foreign) => Error::Foreign(foreign),
         },
-        error => EngineError::new_err((code, error.to_string())),
-    }
+        error => error,
+    };
+    let code = CODES[match &error {
+        Error::Unfit(_) | Error::Io { .. } | Error::Foreign(_) | Error::Stopped | Error::Internal(_) => 0,
+        Error::Damaged(_) => 1,
+        Error::Invalid(_) => 2,
+        Error::Conflict(_) => 3,
+        Error::Forbidden(_) => 4,
+        Error::Limit(_) => 5,
+        Error::Full(_) => 6,
+    }];
+    EngineError::new_err((code, error.to_string()))
 }
 
 /// Work without the interpreter. A panic is a fault of ours, not the end of the process.
@@ -80,6 +91,8 @@ fn cut(data: PyBuffer<u8>, start: usize, end: usize) -> PyResult<usize> {
 
 #[pymodule]
 mod _native {
+    #[pymodule_export]
+    const CODES: [&str; 7] = super::CODES;
     #[pymodule_export]
     use super::EngineError;
     #[pymodule_export]
