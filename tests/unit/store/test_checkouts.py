@@ -1,0 +1,223 @@
+"""The checkout cache: what is built, what is shared, what stays, what goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_sandbox.errors import StoreError
+from agent_sandbox.store import Store
+from agent_sandbox.store.checkouts import MAX_DEPTH, Checkouts
+from agent_sandbox.store.native import NativeEngine
+from agent_sandbox.store.objects import Entry
+
+pytestmark = pytest.mark.real  # files get an owner
+
+OWNER = (1000, 1000)
+
+
+class Counting(NativeEngine):
+    """The engine, and how often it laid something out."""
+
+    def __init__(self) -> None:
+        self.whole = 0
+        self.differences = 0
+        self.fail = False
+
+    def checkout(self, *args: Any, **options: Any) -> None:
+        self.whole += 1
+        if self.fail:
+            raise StoreError("as asked")
+        super().checkout(*args, **options)
+
+    def difference(self, old: Entry, new: Entry, *args: Any, **options: Any) -> None:
+        self.differences += 1
+        super().difference(old, new, *args, **options)
+
+
+class Place:
+    """A store with one branch, and a cache beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.engine = Counting()
+        self.store = Store.create(directory / "store", engine=self.engine)
+        self.store.init("p")
+        self.tree = directory / "tree"
+        self.tree.mkdir()
+        self.directory = directory / "checkouts"
+        self.in_use: set[str] = set()
+        self.cache = self.open()
+
+    def open(self, max_bytes: int = 1 << 40) -> Checkouts:
+        cache = self.store.checkouts(self.directory, max_bytes=max_bytes, in_use=lambda: self.in_use)
+        cache.start()
+        return cache
+
+    def commit(self, **files: str) -> bytes:
+        for name, text in files.items():
+            (self.tree / name).write_text(text)
+        self.store.commit("p", self.tree)
+        return self.store.resolve("p")
+
+    def layers(self, commit: bytes, owner: tuple[int, int] = OWNER) -> tuple[Path, ...]:
+        with self.cache.lease(commit, owner) as layers:
+            return layers
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.store.close()
+
+
+def seen(layers: tuple[Path, ...], at: Path) -> dict[str, str]:
+    """What an overlay of the layers shows."""
+    at.mkdir()
+    lower = ":".join(map(str, (*layers, *([at] if len(layers) == 1 else []))))  # a lone lower needs another one
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", f"lowerdir={lower}", at], check=True)
+    try:
+        return {path.name: path.read_text() for path in at.iterdir()}
+    finally:
+        subprocess.run(["umount", at], check=True)
+
+
+def test_a_state_is_built_once_and_shared(place: Place) -> None:
+    commit = place.commit(a="one")
+    (layer,) = place.layers(commit)
+    assert (layer / "a").read_text() == "one"
+    assert ((layer / "a").stat().st_uid, layer.stat().st_gid) == OWNER
+    for _ in range(50):
+        assert place.layers(commit) == (layer,)
+    assert (place.engine.whole, place.engine.differences) == (1, 0)
+    (other,) = place.layers(commit, (7, 8))
+    assert other != layer
+    assert ((other / "a").stat().st_uid, (other / "a").stat().st_gid) == (7, 8)
+
+
+def test_what_changed_is_one_more_layer_and_the_stack_stays_shallow(place: Place, tmp_path: Path) -> None:
+    first = place.commit(a="one", b="two")
+    place.layers(first)
+    (place.tree / "b").unlink()
+    second = place.commit(a="new")
+    layers = place.layers(second)
+    assert len(layers) == 2
+    assert (place.engine.whole, place.engine.differences) == (1, 1)
+    assert seen(layers, tmp_path / "merged") == {"a": "new"}
+    for number in range(2 * MAX_DEPTH):
+        layers = place.layers(place.commit(c=str(number)))
+        assert len(layers) <= MAX_DEPTH
+        assert seen(layers, tmp_path / f"merged-{number}") == {"a": "new", "c": str(number)}
+    assert place.engine.whole == 1
+
+
+def test_a_build_that_fails_leaves_nothing(place: Place) -> None:
+    commit = place.commit(a="one")
+    place.engine.fail = True
+    with pytest.raises(StoreError, match="as asked"):
+        place.layers(commit)
+    assert place.names() == []
+    place.engine.fail = False
+    assert len(place.layers(commit)) == 1
+
+
+def test_threads_that_want_the_same_build_it_once(place: Place) -> None:
+    commit = place.commit(**{f"f{number}": "x" * 1_000 for number in range(300)})
+    found: list[tuple[Path, ...]] = []
+    threads = [threading.Thread(target=lambda: found.append(place.layers(commit))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert place.engine.whole == 1
+
+
+def test_what_an_earlier_process_built_is_found_and_what_it_left_half_is_removed(place: Place) -> None:
+    first = place.commit(a="one")
+    layers = place.layers(first)
+    (place.directory / ".new-0123").mkdir()
+    (place.directory / ".gone-0123").mkdir()
+    (place.directory / "half" / "tree").mkdir(parents=True)
+    place.cache = place.open()
+    assert place.names() == [layers[0].parent.name]
+    assert place.layers(first) == layers
+    assert place.engine.whole == 1
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_after_another_boot_only_what_was_synced_counts(place: Place, synced: bool) -> None:
+    (layer,) = place.layers(place.commit(a="one"))
+    if synced:
+        place.cache.tidy()
+    marker = layer.parent / "done"
+    text = json.loads(marker.read_text())
+    assert text["synced"] is synced
+    marker.write_text(json.dumps(text | {"boot": "another"}))
+    place.cache = place.open()
+    assert layer.exists() is synced
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"version": 2}', b"\xff" * 9_000])
+def test_a_marker_that_makes_no_sense_is_none(place: Place, damage: bytes) -> None:
+    commit = place.commit(a="one")
+    (layer,) = place.layers(commit)
+    (layer.parent / "done").write_bytes(damage)
+    place.cache = place.open()
+    assert place.names() == []
+    assert place.layers(commit) == (layer,)
+
+
+def test_a_layer_whose_lower_layer_is_gone_is_none(place: Place) -> None:
+    first = place.commit(a="one")
+    (lower,) = place.layers(first)
+    second = place.commit(a="two")
+    place.layers(second)
+    lower.parent.rename(place.directory / ".gone-by-hand")
+    assert len(place.layers(second)) == 1
+    place.cache = place.open()
+    assert len(place.layers(second)) == 1
+
+
+def test_the_oldest_go_when_there_is_too_much_but_not_what_is_used(place: Place) -> None:
+    commits = [place.commit(**{f"f{number}": os.urandom(300_000).hex()}) for number in range(4)]
+    place.tree.joinpath("own").write_text("")
+    apart = []
+    for commit in commits:  # each whole: no ancestor is there when it is built
+        layers = place.layers(commit, (len(apart), 0))
+        assert len(layers) == 1
+        apart.append(layers[0])
+    place.cache = place.open(max_bytes=0)
+    place.in_use = {str(apart[1])}
+    with ExitStack() as held:
+        held.enter_context(place.cache.lease(commits[2], (2, 0)))
+        assert place.cache.tidy() == 2
+        assert [layer.exists() for layer in apart] == [False, True, True, False]
+    place.in_use = set()
+    assert place.cache.tidy() == 2
+    assert place.names() == []
+
+
+def test_nothing_goes_when_it_is_unknown_what_is_used(place: Place) -> None:
+    (layer,) = place.layers(place.commit(a="one"))
+
+    def unknown() -> set[str]:
+        raise StoreError("nobody knows")
+
+    place.cache = place.open(max_bytes=0)
+    place.cache._in_use = unknown
+    with pytest.raises(StoreError):
+        place.cache.tidy()
+    assert layer.exists()
