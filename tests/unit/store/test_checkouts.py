@@ -194,7 +194,7 @@ def test_a_layer_whose_lower_layer_is_gone_is_none(place: Place) -> None:
 def test_the_oldest_go_when_there_is_too_much_but_not_what_is_used(place: Place) -> None:
     commits = [place.commit(**{f"f{number}": os.urandom(300_000).hex()}) for number in range(4)]
     place.tree.joinpath("own").write_text("")
-    apart = []
+    apart: list[Path] = []
     for commit in commits:  # each whole: no ancestor is there when it is built
         layers = place.layers(commit, (len(apart), 0))
         assert len(layers) == 1
