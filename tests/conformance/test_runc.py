@@ -16,6 +16,7 @@ from agent_sandbox.conformance import (
     FileOperationSuite,
     FileSuite,
     LargeFileSuite,
+    LayerSuite,
     LimitSuite,
     NetworkSuite,
     SnapshotSuite,
@@ -38,3 +39,8 @@ class TestRunc(Runc, BackendSuite, CommandSuite, FileSuite, SnapshotSuite, Limit
 @pytest.mark.real
 class TestRuncGuest(Runc, ExecObjectSuite, ExecTreeSuite, FileOperationSuite, LargeFileSuite, TunnelSuite):
     """Everything else that its daemon does."""
+
+
+@pytest.mark.real
+class TestRuncLayers(Runc, LayerSuite):
+    """Workspaces that begin as a state of the store."""

@@ -2,13 +2,14 @@
 
 import pytest
 
-_MODULES = ("box", "commands", "execs", "files", "isolation", "operations", "suite", "trees", "tunnels")
+_MODULES = ("box", "commands", "execs", "files", "isolation", "layers", "operations", "suite", "trees", "tunnels")
 pytest.register_assert_rewrite(*(f"agent_sandbox.conformance.{name}" for name in _MODULES))
 
 from agent_sandbox.conformance.commands import CommandSuite
 from agent_sandbox.conformance.execs import ExecObjectSuite
 from agent_sandbox.conformance.files import FileSuite, SnapshotSuite
 from agent_sandbox.conformance.isolation import EscapeSuite, LimitSuite, NetworkSuite
+from agent_sandbox.conformance.layers import LayerSuite, NoLayerSuite
 from agent_sandbox.conformance.operations import FileOperationSuite, LargeFileSuite
 from agent_sandbox.conformance.suite import BackendSuite, SuiteBase
 from agent_sandbox.conformance.trees import ExecTreeSuite
@@ -23,8 +24,10 @@ __all__ = [
     "FileOperationSuite",
     "FileSuite",
     "LargeFileSuite",
+    "LayerSuite",
     "LimitSuite",
     "NetworkSuite",
+    "NoLayerSuite",
     "SnapshotSuite",
     "SuiteBase",
     "TunnelSuite",
