@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agent_sandbox.manager.history import Differences, PastState, PathChange
 from agent_sandbox.manager.idempotency import Reply
 from agent_sandbox.manager.manager import Manager
 from agent_sandbox.manager.policy import CommandOptions, CreateOptions, ForkOptions
@@ -13,8 +14,11 @@ __all__ = [
     "CommandOptions",
     "CommandResult",
     "CreateOptions",
+    "Differences",
     "ForkOptions",
     "Manager",
+    "PastState",
+    "PathChange",
     "Reply",
     "SandboxRecord",
     "SandboxStats",

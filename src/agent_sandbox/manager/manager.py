@@ -35,6 +35,7 @@ from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.files import Files
+from agent_sandbox.manager.history import History
 from agent_sandbox.manager.idempotency import Idempotency
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
 from agent_sandbox.manager.records import (
@@ -53,7 +54,7 @@ _T = TypeVar("_T")
 _PING_SECONDS = 5.0
 
 
-class Manager(Commands, Files):
+class Manager(Commands, Files, History):
     """Owns every sandbox and snapshot of one DATA_DIR. The first backend is the default.
 
     Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch; by
@@ -343,6 +344,8 @@ class Manager(Commands, Files):
                 )
                 if snapshot.commit is not None:
                     await self._fleet.workspaces.moved(entry.record.id, snapshot.commit)
+                else:
+                    await self._fleet.workspaces.gone(entry.record.id)  # what was before is no history of this
             finally:
                 is_swapped = entry.record.env_id == new
                 if entry.state == "rolling_back":

@@ -14,6 +14,8 @@ The rules
 * Everything that blocks runs in ``_THREADS`` threads, and is seen through when its caller is cancelled. A capture that
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
+* Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
+  ``_STALL_SECONDS`` loses his.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
+import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
@@ -56,6 +58,9 @@ _GC_SECONDS = 60.0
 _ASK_SECONDS = 30.0
 _ARCHIVE_BLOCKS = 8
 _BLOCK = 1 << 18
+_STALL_SECONDS = 60.0
+EMPTY = f"{PROJECT}@0"
+"""The state that a sandbox of no snapshot begins with."""
 MAX_SKIPPED = 100
 """Paths that a snapshot's record names; it counts all of them."""
 
@@ -83,6 +88,7 @@ class Workspaces:
         self._max_checkout_bytes = max_checkout_bytes
         self._layers_in_use = in_use
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
+        self._archives = ThreadPoolExecutor(_THREADS, thread_name_prefix="archive")
         self._store: Store | None = None
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,6 +118,7 @@ class Workspaces:
         if self._store is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
         self._threads.shutdown(wait=False)
+        self._archives.shutdown(wait=False)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
@@ -124,32 +131,11 @@ class Workspaces:
         power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full
         disk.
         """
-        given_up = threading.Event()
 
-        def progress(_: int, __: int, ___: int, size: int) -> None:
-            if size > limit:
-                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
-            if given_up.is_set() or self._stopping.is_set():
-                raise BackendError("the snapshot was given up")
+        def keep(taken: Taken) -> None:
+            self._opened().pin(snapshot_id, taken.commit)
 
-        def commit() -> Taken:
-            store, branch = self._opened(), self._branch(sandbox_id, source)
-            result = store.commit(branch, Path(held.path), fresh=held.mapped, progress=progress)
-            if isinstance(result, HeadMoved):
-                raise BackendError("two snapshots of one sandbox were taken at once")
-            if result.report.bytes > limit:
-                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
-            store.pin(snapshot_id, result.commit.hex())
-            return Taken(result.commit.hex(), result.report)
-
-        work = asyncio.ensure_future(self._run(commit))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            given_up.set()
-            with suppress(Exception):
-                await uninterrupted(_ended(work))
-            raise
+        return await self._capture(lambda: self._branch(sandbox_id, source), held, limit, keep)
 
     async def drop(self, snapshot_id: str) -> None:
         """Remove a snapshot; what nothing else leads to goes with the next gc."""
@@ -185,6 +171,43 @@ class Workspaces:
         except SandboxError as error:
             log.warning("the history of sandbox %s goes with the next start: %s", sandbox_id, error)
 
+    # ---- history ---------------------------------------------------------------------------------------------------
+
+    async def ask(self, work: Callable[[Store], _T]) -> _T:
+        """Do ``work`` with the store in a thread. It is seen through, so it must be bounded in time."""
+        return await self._run(lambda: work(self._opened()))
+
+    async def head(self, sandbox_id: str) -> str | None:
+        """Give the state that a sandbox was last kept as or put back to; None where neither happened yet."""
+
+        def head(store: Store) -> str | None:
+            return next((ref.head.hex() for ref in store.refs(PROJECT) if ref.name == sandbox_id), None)
+
+        return await self.ask(head)
+
+    @asynccontextmanager
+    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[str]:
+        """Keep a held workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
+
+        ``base`` is the state that it came from.
+        """
+        name = f"{PROJECT}:{sandbox_id}.{secrets.token_hex(8)}"
+
+        def begin() -> str:
+            self._opened().fork(base, name)
+            return name
+
+        def end() -> None:
+            self._garbage = True
+            with suppress(NotFoundError):
+                self._opened().delete(name)
+
+        try:
+            taken = await self._capture(begin, held, limit, lambda _: None)
+            yield taken.commit
+        finally:
+            await uninterrupted(self._run(end))
+
     # ---- layers ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -207,28 +230,29 @@ class Workspaces:
 
     async def archive(self, commit: str) -> AsyncGenerator[bytes, None]:
         """Yield a state as a tar archive, in pieces; nothing holds it whole."""
-        pieces: queue.Queue[bytes | None] = queue.Queue(_ARCHIVE_BLOCKS)
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+        room = threading.Semaphore(_ARCHIVE_BLOCKS)
         ended = threading.Event()
 
+        def put(piece: bytes | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
         def write() -> None:
-            out = _Pieces(pieces, ended)
+            out = _Pieces(put, room, ended)
             try:
                 self._opened().export_tar(commit, out)
                 out.flush()
             finally:
-                with suppress(queue.Full):
-                    pieces.put(None, timeout=30 if not ended.is_set() else 0)
+                put(None)
 
-        work = asyncio.ensure_future(self._run(write))
+        work = asyncio.ensure_future(self._run(write, self._archives))
         try:
-            while (piece := await asyncio.to_thread(pieces.get)) is not None:
+            while (piece := await pieces.get()) is not None:
+                room.release()
                 yield piece
             await work
         finally:
             ended.set()
-            with suppress(queue.Empty):
-                while True:
-                    pieces.get_nowait()
             with suppress(Exception):
                 await uninterrupted(_ended(work))
 
@@ -294,9 +318,40 @@ class Workspaces:
             raise BackendError("the store was not opened")
         return self._store
 
-    async def _run(self, work: Callable[[], _T]) -> _T:
+    async def _capture(
+        self, branch: Callable[[], str], held: HeldWorkspace, limit: int, keep: Callable[[Taken], None]
+    ) -> Taken:
+        """Commit a held workspace to what ``branch`` gives, and ``keep`` the commit before anything else happens."""
+        given_up = threading.Event()
+
+        def progress(_: int, __: int, ___: int, size: int) -> None:
+            if size > limit:
+                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
+            if given_up.is_set() or self._stopping.is_set():
+                raise BackendError("the snapshot was given up")
+
+        def commit() -> Taken:
+            result = self._opened().commit(branch(), Path(held.path), fresh=held.mapped, progress=progress)
+            if isinstance(result, HeadMoved):
+                raise BackendError("two snapshots of one sandbox were taken at once")
+            if result.report.bytes > limit:
+                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
+            taken = Taken(result.commit.hex(), result.report)
+            keep(taken)
+            return taken
+
+        work = asyncio.ensure_future(self._run(commit))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            given_up.set()
+            with suppress(Exception):
+                await uninterrupted(_ended(work))
+            raise
+
+    async def _run(self, work: Callable[[], _T], threads: ThreadPoolExecutor | None = None) -> _T:
         async def run() -> _T:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
         try:
             return await uninterrupted(run())
@@ -313,8 +368,9 @@ class Workspaces:
 class _Pieces:
     """What an archive is written to: pieces of some size for another thread, until nobody wants them any more."""
 
-    def __init__(self, pieces: queue.Queue[bytes | None], ended: threading.Event) -> None:
-        self._pieces = pieces
+    def __init__(self, put: Callable[[bytes], None], room: threading.Semaphore, ended: threading.Event) -> None:
+        self._put = put
+        self._room = room
         self._ended = ended
         self._buffer = bytearray()
 
@@ -325,12 +381,14 @@ class _Pieces:
         return len(data)
 
     def flush(self) -> None:
-        while self._buffer:
-            if self._ended.is_set():
+        if not self._buffer:
+            return
+        latest = time.monotonic() + _STALL_SECONDS
+        while not self._room.acquire(timeout=0.5):
+            if self._ended.is_set() or time.monotonic() > latest:
                 raise BackendError("nobody reads the archive any more")
-            with suppress(queue.Full):
-                self._pieces.put(bytes(self._buffer), timeout=0.5)
-                self._buffer.clear()
+        self._put(bytes(self._buffer))
+        self._buffer.clear()
 
 
 async def _ended(task: asyncio.Future[_T]) -> None:

@@ -99,7 +99,7 @@ class Checkouts:
 
     def start(self) -> None:
         """Find the layers of earlier processes; remove what is half-built or cannot be trusted."""
-        self._directory.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         markers = {path.name: self._marker(path) for path in self._directory.iterdir() if path.is_dir()}
         kept = {name: layer for name, layer in markers.items() if layer is not None}
         for name in [name for name, layer in kept.items() if not self._stands(layer, kept)]:
@@ -224,7 +224,7 @@ class Checkouts:
         tree = aside / "tree"
         try:
             tree.mkdir(parents=True)
-            aside.chmod(0o711)
+            aside.chmod(0o700)
             options = Options(owners=root.owner is not None, owner=owner)
             with _opened(tree) as descriptor:
                 if base is None:

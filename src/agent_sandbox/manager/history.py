@@ -1,0 +1,247 @@
+"""What happened to workspaces: differences between states, where a state comes from, states as archives.
+
+States are commits of the store, which only backends with layered workspaces keep; a snapshot that is a file has no
+history, which is :class:`UnsupportedError` before anything is done (its archive is the file).
+
+Bounds
+------
+A sandbox chooses what is in its files. So a comparison ends after ``MAX_CHANGES`` paths, 4 MiB of them, ``MAX_TEXT``
+bytes of text or ``_SECONDS``, whichever comes first, and says that it did. A text goes in whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+
+from agent_sandbox.errors import ConflictError, SandboxError, UnsupportedError
+from agent_sandbox.manager.core import Core
+from agent_sandbox.manager.entries import Entry, stopped
+from agent_sandbox.manager.records import SnapshotRecord
+from agent_sandbox.manager.snapshots import MissingFileError
+from agent_sandbox.manager.workspaces import EMPTY
+from agent_sandbox.store import Change, ChangeKind, Store, Type
+from agent_sandbox.store import Entry as StoredEntry
+from agent_sandbox.types import WORKSPACE, FileType
+
+MAX_CHANGES = 10_000
+"""Paths in one comparison: what a person or a model can still use, and a few MiB of JSON."""
+MAX_TEXT = 1 << 20
+"""Bytes of text in one comparison, in UTF-8."""
+MAX_LOG = 1_000
+"""States in one log."""
+_PATH_BYTES = 4 << 20
+_SECONDS = 20.0
+_TYPES: dict[Type, FileType] = {Type.FILE: "file", Type.DIRECTORY: "directory", Type.SYMLINK: "symlink"}
+
+
+@dataclass(frozen=True)
+class PathChange:
+    """One path that differs. Sizes are those of regular files in bytes; ``text`` is a unified difference.
+
+    ``text`` is empty where there is none (directories, metadata), and None where it was not asked for or left out.
+    """
+
+    path: str
+    kind: str
+    old_type: FileType | None
+    new_type: FileType | None
+    old_size: int | None
+    new_size: int | None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What differs, by path. ``truncated``: there are more; ``text_truncated``: a text was left out."""
+
+    changes: tuple[PathChange, ...]
+    truncated: bool
+    text_truncated: bool
+
+
+@dataclass(frozen=True)
+class PastState:
+    """A state that led to another: ``kept`` says whether its files are still there, ``snapshots`` which ones show it.
+
+    ``created_at`` is in seconds since the epoch.
+    """
+
+    commit: str
+    parents: tuple[str, ...]
+    created_at: float
+    kept: bool
+    snapshots: tuple[str, ...]
+
+
+class History(Core):
+    """The calls that look back. Those on snapshots hold nothing up; :meth:`changes` is as a snapshot to its sandbox."""
+
+    async def diff(self, old: str, new: str, *, limit: int, text: bool) -> Differences:
+        """Compare two snapshots, of any sandboxes. :class:`UnsupportedError` where one has no history."""
+        with self._active():
+            records = [await self._fleet.state.get_snapshot(id) for id in (old, new)]
+            before, after = [_commit(record, "the comparison of snapshots") for record in records]
+            return await self._compare(before, after, limit, text)
+
+    async def changes(self, id: str, *, limit: int, text: bool) -> Differences:
+        """Compare a workspace with the sandbox's last snapshot, rollback or beginning, whichever was last.
+
+        Processes stand still while the workspace is read. Errors as of a snapshot; :class:`ConflictError` where the
+        state that it began with is no longer there.
+        """
+        with self._active():
+            entry = self._fleet.find(id)
+            backend = self._fleet.backend(entry.record.backend)
+            if not backend.capabilities.layered_workspace:
+                raise UnsupportedError("the comparison of workspaces", backend.name, "it keeps no layers of them")
+            return await self._fleet.tasks.own(self._changes(entry, limit, text), f"changes {id}")
+
+    async def archive(self, snapshot_id: str) -> AsyncGenerator[bytes, None]:
+        """Yield a snapshot as a tar, names relative to the workspace; its end says that it was whole."""
+        with self._active():
+            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
+            if snapshot.commit is not None:
+                async with aclosing(self._fleet.workspaces.archive(snapshot.commit)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            try:
+                async with self._fleet.snapshots.open(snapshot.id, snapshot.stored_bytes, snapshot.digest) as archive:
+                    async with aclosing(archive.blocks()) as blocks:
+                        async for block in blocks:
+                            yield block
+                    await archive.verify()
+            except MissingFileError:
+                await self._fleet.state.get_snapshot(snapshot_id)  # says so when it was deleted a moment ago
+                raise
+
+    async def log(self, snapshot_id: str, *, limit: int) -> list[PastState]:
+        """Give the state of a snapshot and those that led to it, newest first."""
+        with self._active():
+            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
+            commit = _commit(snapshot, "the log of snapshots")
+            named: dict[str, list[str]] = {}
+            for record in await self._fleet.state.list_snapshots(None):
+                if record.commit is not None:
+                    named.setdefault(record.commit, []).append(record.id)
+            entries = await self._fleet.workspaces.ask(lambda store: list(store.log(commit, limit)))
+            return [
+                PastState(
+                    commit=entry.id.hex(),
+                    parents=tuple(parent.hex() for parent in entry.commit.parents),
+                    created_at=entry.commit.time_ns / 1e9,
+                    kept=not entry.forgotten,
+                    snapshots=tuple(named.get(entry.id.hex(), ())),
+                )
+                for entry in entries
+            ]
+
+    async def _changes(self, entry: Entry, limit: int, text: bool) -> Differences:
+        async with AsyncExitStack() as kept:
+            async with entry.exclusive("use"), entry.gate.closed():
+                record, backend = entry.record, self._fleet.backend(entry.record.backend)
+                if not record.running:
+                    raise stopped(record.id)
+                base = await self._fleet.workspaces.head(record.id) or await self._beginning(entry)
+                async with backend.hold_workspace(record.env_id) as held:
+                    now = await kept.enter_async_context(
+                        self._fleet.workspaces.aside(record.id, base, held, self._settings.max_snapshot_bytes)
+                    )
+            return await self._compare(base, now, limit, text)
+
+    async def _beginning(self, entry: Entry) -> str:
+        source = entry.record.source_snapshot_id
+        if source is None:
+            return EMPTY
+        commit = None
+        try:
+            commit = (await self._fleet.state.get_snapshot(source)).commit
+        except SandboxError:
+            pass  # the answer is the same
+        if commit is None:
+            raise ConflictError(
+                f"snapshot {source}, which the workspace began with, was deleted or has no history; take a snapshot:"
+                " changes are told from then on"
+            )
+        return commit
+
+    async def _compare(self, old: str, new: str, limit: int, text: bool) -> Differences:
+        return await self._fleet.workspaces.ask(lambda store: compare(store, old, new, limit=limit, text=text))
+
+
+def compare(
+    store: Store,
+    old: str,
+    new: str,
+    *,
+    limit: int,
+    text: bool,
+    path_bytes: int = _PATH_BYTES,
+    text_bytes: int = MAX_TEXT,
+) -> Differences:
+    """Compare two states within the bounds. A directory of which nothing but the time differs is left out."""
+    found: list[PathChange] = []
+    latest = time.monotonic() + _SECONDS
+    text_truncated = False
+    for change in store.diff(old, new):
+        late = time.monotonic() > latest
+        if not late and _is_time_of_directory(change):
+            continue
+        path_bytes -= len(change.path)
+        if late or len(found) == limit or path_bytes < 0:
+            return Differences(tuple(found), True, text_truncated)
+        shown = None
+        if text:
+            shown = _within(store.hunks(change), text_bytes, latest)
+            if shown is None:
+                text_truncated = True
+            else:
+                text_bytes -= len(shown.encode())
+        found.append(_shown(change, shown))
+    return Differences(tuple(found), False, text_truncated)
+
+
+def _within(lines: Iterator[str], room: int, latest: float) -> str | None:
+    """The whole text, or None where it does not fit."""
+    taken: list[str] = []
+    if time.monotonic() > latest:
+        return None
+    for line in lines:
+        room -= len(line.encode())
+        if room < 0:
+            return None
+        taken.append(line)
+    return "".join(taken)
+
+
+def _is_time_of_directory(change: Change) -> bool:
+    old, new = change.old, change.new
+    if change.kind is not ChangeKind.METADATA or old is None or new is None or old.type is not Type.DIRECTORY:
+        return False
+    return replace(old, mtime_ns=new.mtime_ns, content=new.content) == new
+
+
+def _shown(change: Change, text: str | None) -> PathChange:
+    path = WORKSPACE + ("/" + os.fsdecode(change.path) if change.path else "")
+    old, new = change.old, change.new
+    return PathChange(path, change.kind.value, _type(old), _type(new), _size(old), _size(new), text)
+
+
+def _type(entry: StoredEntry | None) -> FileType | None:
+    return None if entry is None else _TYPES.get(entry.type, "other")
+
+
+def _size(entry: StoredEntry | None) -> int | None:
+    return entry.size if entry is not None and entry.type is Type.FILE else None
+
+
+def _commit(snapshot: SnapshotRecord, capability: str) -> str:
+    if snapshot.commit is None:
+        raise UnsupportedError(
+            capability, snapshot.backend, f"snapshot {snapshot.id} is kept as an archive, which has no history"
+        )
+    return snapshot.commit
