@@ -108,7 +108,7 @@ impl Compare {
         }
         self.hide(layout, &found.removed)?;
         pool.push(found.below.into_iter().rev().map(Task::Compare));
-        layout.entries(pool, &self.dir, &found.laid_out, &found.opaque)?;
+        layout.entries(pool, &[(&self.dir, found.laid_out, found.opaque)])?;
         layout.let_go(self.dir)
     }
 

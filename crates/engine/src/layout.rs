@@ -25,7 +25,7 @@ mod pool;
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::format::{Body, Content, Entry, Id, Kind, Tree, decode_tree, link_id, put_entry};
+use crate::format::{Body, Content, Entry, Id, Kind, MAX_ENTRIES, Tree, decode_tree, link_id, put_entry};
 use crate::host::Client;
 use crate::read::{Location, Reader, missing};
 pub(crate) use cursor::{Above, Cursor, open_tree};
@@ -42,6 +42,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 const MAX_THREADS: usize = 8;
+/// Small directories that are laid out in one go; fewer than may be open.
+const MAX_TOGETHER: usize = 64;
 
 /// How a tree is laid out.
 #[derive(Clone, Copy, Debug, Default)]
@@ -72,6 +74,9 @@ pub(crate) enum Task {
     /// Lay out the difference of two directories.
     Compare(crate::difference::Compare),
 }
+
+/// A held directory, entries of it, and the names of those that hide something in a lower layer.
+pub(crate) type Group<'a> = (&'a Arc<Dir>, Vec<Entry<'a>>, Vec<&'a [u8]>);
 
 /// What all workers share.
 pub(crate) struct Layout<'a> {
@@ -184,21 +189,38 @@ impl<'a> Layout<'a> {
         self.links.take_held().into_iter().try_for_each(|dir| self.let_go(dir))
     }
 
-    /// Lay out one page, leaving the pages behind it to whoever comes.
-    fn list(&self, pool: &Pool<Task>, dir: Arc<Dir>, mut cursor: Cursor) -> Result<()> {
-        self.dirs.open(&dir)?;
-        let page = cursor.next(self.reader)?;
-        if !cursor.is_done() {
-            pool.push([Task::List { dir: dir.hold(), cursor }]);
+    /// Lay out one page, leaving the pages behind it to whoever comes. Small directories are taken together, so that the
+    /// index is asked for hundreds of objects at a time.
+    fn list(&self, pool: &Pool<Task>, dir: Arc<Dir>, cursor: Cursor) -> Result<()> {
+        let mut pages = Vec::new();
+        let mut names = 0;
+        let mut next = Some(Task::List { dir, cursor });
+        while let Some(Task::List { dir, mut cursor }) = next.take() {
+            self.dirs.open(&dir)?;
+            let page = cursor.next(self.reader)?;
+            if !cursor.is_done() {
+                pool.push([Task::List { dir: dir.hold(), cursor }]);
+            }
+            if let Tree::Entries(entries) = decode_tree(&page)? {
+                names += entries.len();
+            }
+            pages.push((dir, page));
+            if names < MAX_ENTRIES && pages.len() < MAX_TOGETHER {
+                next = pool.take(|task| matches!(task, Task::List { .. }));
+            }
         }
-        let Tree::Entries(entries) = decode_tree(&page)? else {
-            return Err(Error::Internal("a page of a wrong level".to_owned()));
-        };
-        if self.noting {
-            entries.iter().for_each(|entry| self.joins(&dir, entry));
+        let mut groups = Vec::with_capacity(pages.len());
+        for (dir, page) in &pages {
+            let Tree::Entries(entries) = decode_tree(page)? else {
+                return Err(Error::Internal("a page of a wrong level".to_owned()));
+            };
+            if self.noting {
+                entries.iter().for_each(|entry| self.joins(dir, entry));
+            }
+            groups.push((dir, entries, Vec::new()));
         }
-        self.entries(pool, &dir, &entries, &[])?;
-        self.let_go(dir)
+        self.entries(pool, &groups)?;
+        pages.into_iter().try_for_each(|(dir, _)| self.let_go(dir))
     }
 
     /// Of a difference: note that a name which is laid out had not its link before.
@@ -208,48 +230,41 @@ impl<'a> Layout<'a> {
         }
     }
 
-    /// Lay out entries of a held directory; `opaque` names those that hide something in a lower layer.
-    pub(crate) fn entries(
-        &self,
-        pool: &Pool<Task>,
-        dir: &Arc<Dir>,
-        entries: &[Entry<'_>],
-        opaque: &[&[u8]],
-    ) -> Result<()> {
-        let mut ids: Vec<Id> = Vec::with_capacity(entries.len());
-        for entry in entries {
+    /// Lay out entries of held directories.
+    pub(crate) fn entries(&self, pool: &Pool<Task>, groups: &[Group<'_>]) -> Result<()> {
+        let mut ids: Vec<Id> = Vec::new();
+        for entry in groups.iter().flat_map(|(_, entries, _)| entries) {
             ids.extend(content_of(entry));
             ids.extend(entry.attrs.filter(|_| !is_directory(entry)));
         }
         let mut locations = self.reader.locate(&ids)?.into_iter();
         let mut large = Vec::new();
         let mut small = Vec::new();
-        for entry in entries {
-            let content = content_of(entry).and_then(|_| locations.next().flatten());
-            if let Body::Directory { tree } = entry.body {
-                let hides = opaque.contains(&entry.name);
-                let below = Dir::below(dir, entry.name, self.metadata(entry), hides)?;
-                large.push(Task::List { dir: below, cursor: Cursor::new(tree, content) });
-                continue;
-            }
-            let attrs = entry.attrs.and_then(|_| locations.next().flatten());
-            if matches!(entry.body, Body::File { content: Content::Paged(_), .. }) {
-                let mut bytes = Vec::new();
-                put_entry(&mut bytes, entry);
-                large.push(Task::File { dir: dir.hold(), entry: bytes.into(), content, attrs });
-            } else {
-                small.push((content, attrs, entry));
+        for (dir, entries, opaque) in groups {
+            for entry in entries {
+                let content = content_of(entry).and_then(|_| locations.next().flatten());
+                if let Body::Directory { tree } = entry.body {
+                    let hides = opaque.contains(&entry.name);
+                    let below = Dir::below(dir, entry.name, self.metadata(entry), hides)?;
+                    large.push(Task::List { dir: below, cursor: Cursor::new(tree, content) });
+                    continue;
+                }
+                let attrs = entry.attrs.and_then(|_| locations.next().flatten());
+                if matches!(entry.body, Body::File { content: Content::Paged(_), .. }) {
+                    let mut bytes = Vec::new();
+                    put_entry(&mut bytes, entry);
+                    large.push(Task::File { dir: dir.hold(), entry: bytes.into(), content, attrs });
+                } else {
+                    small.push((*dir, entry, content, attrs));
+                }
             }
         }
         pool.push(large.into_iter().rev());
-        if small.is_empty() {
-            return Ok(());
-        }
         // In the order of the packs, so that a cold disk reads forward.
-        small.sort_by_key(|(content, ..)| *content);
-        let within = self.dirs.open(dir)?;
-        for (content, attrs, entry) in small {
+        small.sort_by_key(|(_, _, content, _)| *content);
+        for (dir, entry, content, attrs) in small {
             self.client.check()?;
+            let within = self.dirs.open(dir)?;
             self.small(dir, within.as_fd(), entry, content, attrs)?;
         }
         Ok(())
