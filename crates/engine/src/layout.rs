@@ -27,7 +27,7 @@ mod tests;
 use crate::error::{Error, Result};
 use crate::format::{Body, Content, Entry, Id, Kind, MAX_ENTRIES, Tree, decode_tree, link_id, put_entry};
 use crate::host::Client;
-use crate::read::{Location, Reader, missing};
+use crate::read::{Bases, Location, Reader, missing};
 pub(crate) use cursor::{Above, Cursor, open_tree};
 pub(crate) use dirs::Dir;
 use dirs::{Dirs, OPEN};
@@ -77,6 +77,15 @@ pub(crate) enum Task {
 
 /// A held directory, entries of it, and the names of those that hide something in a lower layer.
 pub(crate) type Group<'a> = (&'a Arc<Dir>, Vec<Entry<'a>>, Vec<&'a [u8]>);
+
+/// An entry that one worker makes in one go. The directory is held by whoever gave it.
+#[derive(Clone, Copy)]
+struct Small<'a> {
+    dir: &'a Arc<Dir>,
+    entry: &'a Entry<'a>,
+    content: Option<Location>,
+    attrs: Option<Location>,
+}
 
 /// What all workers share.
 pub(crate) struct Layout<'a> {
@@ -254,44 +263,56 @@ impl<'a> Layout<'a> {
                     let mut bytes = Vec::new();
                     put_entry(&mut bytes, entry);
                     large.push(Task::File { dir: dir.hold(), entry: bytes.into(), content, attrs });
-                } else {
-                    small.push((*dir, entry, content, attrs));
+                } else if self.claim(dir, entry)? {
+                    small.push(Small { dir, entry, content, attrs });
                 }
             }
         }
         pool.push(large.into_iter().rev());
         // In the order of the packs, so that a cold disk reads forward.
-        small.sort_by_key(|(_, _, content, _)| *content);
-        for (dir, entry, content, attrs) in small {
-            self.client.check()?;
-            let within = self.dirs.open(dir)?;
-            self.small(dir, within.as_fd(), entry, content, attrs)?;
+        small.sort_by_key(|small| small.content);
+        self.batch(small, |small, bases| self.small(small, bases))
+    }
+
+    /// Do something with each item; what answers that it misses the base of a patch is done again when all bases that
+    /// were missed are known.
+    fn batch<T>(&self, items: Vec<T>, mut work: impl FnMut(&T, &mut Bases) -> Result<bool>) -> Result<()> {
+        let mut bases = Bases::default();
+        let mut waiting = items;
+        while !waiting.is_empty() {
+            let mut again = Vec::new();
+            for item in waiting {
+                self.client.check()?;
+                if !work(&item, &mut bases)? {
+                    again.push(item);
+                }
+            }
+            self.reader.learn(&mut bases)?;
+            waiting = again;
         }
         Ok(())
     }
 
-    /// Lay out what one worker does in one go.
-    fn small(
-        &self,
-        dir: &Arc<Dir>,
-        within: BorrowedFd<'_>,
-        entry: &Entry<'_>,
-        content: Option<Location>,
-        attrs: Option<Location>,
-    ) -> Result<()> {
-        if !self.claim(dir, within, entry)? {
-            return Ok(());
-        }
+    /// Lay out what one worker does in one go; whether the base of a patch was not missing.
+    fn small(&self, small: &Small<'_>, bases: &mut Bases) -> Result<bool> {
+        let Small { dir, entry, content, attrs } = *small;
+        let within = self.dirs.open(dir)?;
+        let within = within.as_fd();
         let path = || dir.path(entry.name);
         let metadata = self.metadata(entry);
         let refused = |error| Error::refused("make", error, &path());
         match entry.body {
             Body::File { size, content: from } => {
-                let fd = files::create(self, within, entry.name, &path)?;
-                if let Content::Blob(id) = from {
-                    self.blob(&id, content, size, |bytes| files::write_at(fd.as_fd(), bytes, 0, &path))?;
+                let write = |bytes: &[u8]| {
+                    let fd = files::create(self, within, entry.name, &path)?;
+                    files::write_at(fd.as_fd(), bytes, 0, &path)?;
+                    metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)
+                };
+                match from {
+                    Content::Blob(id) if !self.blob(&id, content, size, bases, write)? => return Ok(false),
+                    Content::Blob(_) => {}
+                    _ => write(b"")?,
                 }
-                metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)?;
             }
             Body::Symlink { target } => {
                 rustix::fs::symlinkat(target, within, entry.name).map_err(refused)?;
@@ -310,37 +331,41 @@ impl<'a> Layout<'a> {
             }
             Body::Directory { .. } => return Err(Error::Internal("a directory is not small".to_owned())),
         }
-        self.was_made(dir, entry)
+        self.was_made(dir, entry)?;
+        Ok(true)
     }
 
-    /// Give the bytes of a blob of `size` bytes to `use_it`.
+    /// Give the bytes of a blob of `size` bytes to `use_it`; whether the base of a patch was not missing.
     fn blob(
         &self,
         id: &Id,
         location: Option<Location>,
         size: u64,
+        bases: &mut Bases,
         use_it: impl FnOnce(&[u8]) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let location = location.ok_or_else(|| missing(id))?;
-        self.reader.with(id, Kind::Blob, location, |_, bytes| {
+        let done = self.reader.with_bases(id, Kind::Blob, location, bases, |_, bytes| {
             if bytes.len() as u64 != size {
                 return Err(damaged_content("a chunk or file of another length"));
             }
             use_it(bytes)
         })?;
-        self.client.done.bytes.fetch_add(size, Ordering::Relaxed);
-        Ok(())
+        if done.is_some() {
+            self.client.done.bytes.fetch_add(size, Ordering::Relaxed);
+        }
+        Ok(done.is_some())
     }
 
     /// Whether an entry is to be made. One that shares its inode with another is linked, now or later.
-    fn claim(&self, dir: &Arc<Dir>, within: BorrowedFd<'_>, entry: &Entry<'_>) -> Result<bool> {
+    fn claim(&self, dir: &Arc<Dir>, entry: &Entry<'_>) -> Result<bool> {
         let Some(link) = entry.link else { return Ok(true) };
         match self.links.claim(link, entry, dir)? {
             Claim::Make => Ok(true),
             Claim::Wait => Ok(false),
             Claim::Link((first, name)) => {
-                let from = self.dirs.open(&first)?;
-                self.link(from.as_fd(), &name, dir, within, entry.name)?;
+                let (from, within) = (self.dirs.open(&first)?, self.dirs.open(dir)?);
+                self.link(from.as_fd(), &name, dir, within.as_fd(), entry.name)?;
                 self.count(entry);
                 Ok(false)
             }

@@ -201,6 +201,45 @@ fn names_of_one_inode_are_one_file_wherever_they_are() {
 }
 
 #[test]
+fn bases_of_patches_are_asked_for_together() {
+    let mut store = MemoryStore::new();
+    let names: Vec<String> = (0..200).map(|n| format!("{n:03}")).collect();
+    let mut entries = Vec::new();
+    let mut extents = Vec::new();
+    for (seed, name) in names.iter().enumerate() {
+        // The last of a chain of up to four patches.
+        let mut bytes = noise(seed as u64, 5_000);
+        let mut id = store.put(Kind::Blob, &bytes);
+        for depth in 1..=(seed % 5) as u8 {
+            let before = bytes.clone();
+            bytes[usize::from(depth)] ^= 1;
+            id = store.put_patch(Kind::Blob, &bytes, (&id, &before), depth);
+        }
+        entries.push(Entry {
+            body: Body::File { size: 5_000, content: Content::Blob(id) },
+            ..plain(name.as_bytes())
+        });
+        extents.push(Extent { length: 5_000, id: Some(id) });
+    }
+    let id = store.page(Page::Extents(extents));
+    entries
+        .push(Entry { body: Body::File { size: 1_000_000, content: Content::Paged(id) }, ..plain(b"all") });
+    let root = store.directory(b"", &entries);
+    let before = store.questions();
+    let (_scratch, at) = laid_out(&store, &root).unwrap();
+    // The root, its content, the page, its content, and for both at most four times the bases.
+    assert!(store.questions() - before <= 12, "{}", store.questions() - before);
+    let mut all = Vec::new();
+    for (seed, name) in names.iter().enumerate() {
+        let mut bytes = noise(seed as u64, 5_000);
+        (1..=seed % 5).for_each(|at| bytes[at] ^= 1);
+        assert_eq!(std::fs::read(at.join(name)).unwrap(), bytes);
+        all.extend(bytes);
+    }
+    assert_eq!(std::fs::read(at.join("all")).unwrap(), all);
+}
+
+#[test]
 fn linked_entries_that_do_not_agree_are_refused() {
     let mut store = MemoryStore::new();
     let one = Entry { link: Some(LINK), ..store.file(b"a", b"one") };
