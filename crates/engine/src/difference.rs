@@ -38,7 +38,7 @@ pub fn difference(
         return Err(Error::Invalid("a root that is no directory".to_owned()));
     };
     let mut layout = Layout::new(reader, client, options, true);
-    let dir = Dir::root(open_empty(directory)?, Metadata::of(new, options.owners));
+    let dir = Dir::root(open_empty(directory)?, Metadata::of(new, options));
     // Held for the second walk.
     let root = dir.hold();
     let run = |layout: &Layout<'_>, first| {

@@ -25,7 +25,9 @@ mod pool;
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::format::{Body, Content, Entry, Id, Kind, MAX_ENTRIES, Tree, decode_tree, link_id, put_entry};
+use crate::format::{
+    Body, Content, Entry, Id, Kind, MAX_ENTRIES, Owner, Tree, decode_tree, link_id, put_entry,
+};
 use crate::host::Client;
 use crate::read::{Bases, Location, Reader, missing};
 pub(crate) use cursor::{Above, Cursor, open_tree};
@@ -50,6 +52,8 @@ const MAX_TOGETHER: usize = 64;
 pub struct Options {
     /// Apply the owners that the state records; needs the right to.
     pub owners: bool,
+    /// For every entry that records none, or whose own is not applied; needs the right to.
+    pub owner: Option<Owner>,
     /// Workers; 0 is one for each processor, at most 8.
     pub threads: usize,
     /// Walk over the state first, so that progress knows how much there is in all.
@@ -93,7 +97,7 @@ pub(crate) struct Layout<'a> {
     pub client: &'a Client,
     pub dirs: Dirs,
     pub links: Links,
-    owners: bool,
+    options: Options,
     /// The umask may take rights of the owner away from what is made.
     careful: bool,
     /// Of a difference: linked names that were not there before are noted.
@@ -119,7 +123,7 @@ pub fn checkout(
         return Err(Error::Invalid("a root that is no directory".to_owned()));
     };
     let layout = Layout::new(reader, client, options, false);
-    let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options.owners));
+    let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options));
     if options.counted {
         count(reader, client, tree)?;
     }
@@ -176,12 +180,12 @@ impl<'a> Layout<'a> {
     ) -> Layout<'a> {
         let careful = metadata::umask_hides_owner();
         let dirs = Dirs::new(careful);
-        Layout { reader, client, dirs, links: Links::default(), owners: options.owners, careful, noting }
+        Layout { reader, client, dirs, links: Links::default(), options, careful, noting }
     }
 
     /// What an entry is to get.
     pub(crate) fn metadata(&self, entry: &Entry<'_>) -> Metadata {
-        Metadata::of(entry, self.owners)
+        Metadata::of(entry, self.options)
     }
 
     pub(crate) fn perform(&self, pool: &Pool<Task>, task: Task) -> Result<()> {

@@ -106,12 +106,36 @@ fn owners_come_when_they_are_asked_for() {
     for (owners, expected) in [own].into_iter().chain(is_root().then_some((true, (1_234, 4_321)))) {
         let at = scratch.path().join(owners.to_string());
         std::fs::create_dir(&at).unwrap();
-        lay_out(&store, &root, &at, Options { owners, threads: 1, counted: false }).unwrap();
+        lay_out(&store, &root, &at, Options { owners, threads: 1, ..Options::default() }).unwrap();
         for name in ["file", "symlink", "fifo", ""] {
             let stat = stat(&at.join(name));
             assert_eq!((stat.st_uid, stat.st_gid), expected, "{name}");
         }
         assert_eq!(stat(&at.join("file")).st_mode, 0o106755);
+    }
+}
+
+#[test]
+fn one_owner_is_for_all_who_have_none() {
+    if !is_root() {
+        return;
+    }
+    let mut store = MemoryStore::new();
+    let own = Some(Owner { uid: 1_234, gid: 4_321 });
+    let inner = store.directory(b"c", &[Entry { mode: 0o4755, ..plain(b"d") }]);
+    let root = store.directory(b"", &[Entry { owner: own, ..plain(b"a") }, plain(b"b"), inner]);
+    let scratch = Scratch::new();
+    let owner = Some(Owner { uid: 65_534, gid: 65_533 });
+    for owners in [false, true] {
+        let at = scratch.path().join(owners.to_string());
+        std::fs::create_dir(&at).unwrap();
+        lay_out(&store, &root, &at, Options { owners, owner, ..Options::default() }).unwrap();
+        for (name, applied) in [("a", owners), ("b", false), ("c", false), ("c/d", false), ("", false)] {
+            let stat = stat(&at.join(name));
+            let expected = if applied { (1_234, 4_321) } else { (65_534, 65_533) };
+            assert_eq!((stat.st_uid, stat.st_gid), expected, "{name}");
+        }
+        assert_eq!(stat(&at.join("c/d")).st_mode, 0o104755);
     }
 }
 
