@@ -8,7 +8,8 @@ Each round has its own random numbers, from the seed and its number, so ``--only
   the state is one that no writer made. Whoever reads it ends in time and says so, or reads it; the engines lay out the
   same; and where ``check`` finds nothing, everything can be read;
 * **pack**, **index**, **store**: a good store with its packs, rows of its index, bytes of its index, or its ``STORE``
-  mutated. What is read is right or refused, ``check`` tells what cannot be read, gc takes nothing that could be read.
+  mutated. What is read is right or refused, ``check`` tells what cannot be read, gc takes nothing that could be read;
+* **archive**: archives, mutated, as states and as layers. Each is refused, or gives a state as any other.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Entry, Kind, Type
 from agent_sandbox.store.ports import Location, Objects, Row
 from agent_sandbox.store.shape import Shapes
+from tests.fuzz.archives import archive_round
 from tests.fuzz.broken import (
     MOST,
     Finding,
@@ -267,6 +269,7 @@ KINDS: dict[str, tuple[int, Callable[[random.Random, Template], None]]] = {
     "pack": (4, pack_round),
     "index": (6, index_round),
     "store": (2, store_round),
+    "archive": (60, archive_round),
 }
 
 

@@ -38,7 +38,7 @@ pub fn difference(
         return Err(Error::Invalid("a root that is no directory".to_owned()));
     };
     let mut layout = Layout::new(reader, client, options, true);
-    let dir = Dir::root(open_empty(directory)?, Metadata::of(new, options.owners));
+    let dir = Dir::root(open_empty(directory)?, Metadata::of(new, options));
     // Held for the second walk.
     let root = dir.hold();
     let run = |layout: &Layout<'_>, first| {
@@ -108,7 +108,7 @@ impl Compare {
         }
         self.hide(layout, &found.removed)?;
         pool.push(found.below.into_iter().rev().map(Task::Compare));
-        layout.entries(pool, &self.dir, &found.laid_out, &found.opaque)?;
+        layout.entries(pool, &[(&self.dir, found.laid_out, found.opaque)])?;
         layout.let_go(self.dir)
     }
 

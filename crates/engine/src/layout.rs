@@ -25,9 +25,11 @@ mod pool;
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::format::{Body, Content, Entry, Id, Kind, Tree, decode_tree, link_id, put_entry};
+use crate::format::{
+    Body, Content, Entry, Id, Kind, MAX_ENTRIES, Owner, Tree, decode_tree, link_id, put_entry,
+};
 use crate::host::Client;
-use crate::read::{Location, Reader, missing};
+use crate::read::{Bases, Location, Reader, missing};
 pub(crate) use cursor::{Above, Cursor, open_tree};
 pub(crate) use dirs::Dir;
 use dirs::{Dirs, OPEN};
@@ -42,12 +44,16 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 const MAX_THREADS: usize = 8;
+/// Small directories that are laid out in one go; fewer than may be open.
+const MAX_TOGETHER: usize = 64;
 
 /// How a tree is laid out.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Apply the owners that the state records; needs the right to.
     pub owners: bool,
+    /// For every entry that records none, or whose own is not applied; needs the right to.
+    pub owner: Option<Owner>,
     /// Workers; 0 is one for each processor, at most 8.
     pub threads: usize,
     /// Walk over the state first, so that progress knows how much there is in all.
@@ -73,13 +79,25 @@ pub(crate) enum Task {
     Compare(crate::difference::Compare),
 }
 
+/// A held directory, entries of it, and the names of those that hide something in a lower layer.
+pub(crate) type Group<'a> = (&'a Arc<Dir>, Vec<Entry<'a>>, Vec<&'a [u8]>);
+
+/// An entry that one worker makes in one go. The directory is held by whoever gave it.
+#[derive(Clone, Copy)]
+struct Small<'a> {
+    dir: &'a Arc<Dir>,
+    entry: &'a Entry<'a>,
+    content: Option<Location>,
+    attrs: Option<Location>,
+}
+
 /// What all workers share.
 pub(crate) struct Layout<'a> {
     pub reader: &'a Reader<'a>,
     pub client: &'a Client,
     pub dirs: Dirs,
     pub links: Links,
-    owners: bool,
+    options: Options,
     /// The umask may take rights of the owner away from what is made.
     careful: bool,
     /// Of a difference: linked names that were not there before are noted.
@@ -105,7 +123,7 @@ pub fn checkout(
         return Err(Error::Invalid("a root that is no directory".to_owned()));
     };
     let layout = Layout::new(reader, client, options, false);
-    let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options.owners));
+    let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options));
     if options.counted {
         count(reader, client, tree)?;
     }
@@ -162,12 +180,12 @@ impl<'a> Layout<'a> {
     ) -> Layout<'a> {
         let careful = metadata::umask_hides_owner();
         let dirs = Dirs::new(careful);
-        Layout { reader, client, dirs, links: Links::default(), owners: options.owners, careful, noting }
+        Layout { reader, client, dirs, links: Links::default(), options, careful, noting }
     }
 
     /// What an entry is to get.
     pub(crate) fn metadata(&self, entry: &Entry<'_>) -> Metadata {
-        Metadata::of(entry, self.owners)
+        Metadata::of(entry, self.options)
     }
 
     pub(crate) fn perform(&self, pool: &Pool<Task>, task: Task) -> Result<()> {
@@ -184,21 +202,38 @@ impl<'a> Layout<'a> {
         self.links.take_held().into_iter().try_for_each(|dir| self.let_go(dir))
     }
 
-    /// Lay out one page, leaving the pages behind it to whoever comes.
-    fn list(&self, pool: &Pool<Task>, dir: Arc<Dir>, mut cursor: Cursor) -> Result<()> {
-        self.dirs.open(&dir)?;
-        let page = cursor.next(self.reader)?;
-        if !cursor.is_done() {
-            pool.push([Task::List { dir: dir.hold(), cursor }]);
+    /// Lay out one page, leaving the pages behind it to whoever comes. Small directories are taken together, so that the
+    /// index is asked for hundreds of objects at a time.
+    fn list(&self, pool: &Pool<Task>, dir: Arc<Dir>, cursor: Cursor) -> Result<()> {
+        let mut pages = Vec::new();
+        let mut names = 0;
+        let mut next = Some(Task::List { dir, cursor });
+        while let Some(Task::List { dir, mut cursor }) = next.take() {
+            self.dirs.open(&dir)?;
+            let page = cursor.next(self.reader)?;
+            if !cursor.is_done() {
+                pool.push([Task::List { dir: dir.hold(), cursor }]);
+            }
+            if let Tree::Entries(entries) = decode_tree(&page)? {
+                names += entries.len();
+            }
+            pages.push((dir, page));
+            if names < MAX_ENTRIES && pages.len() < MAX_TOGETHER {
+                next = pool.take(|task| matches!(task, Task::List { .. }));
+            }
         }
-        let Tree::Entries(entries) = decode_tree(&page)? else {
-            return Err(Error::Internal("a page of a wrong level".to_owned()));
-        };
-        if self.noting {
-            entries.iter().for_each(|entry| self.joins(&dir, entry));
+        let mut groups = Vec::with_capacity(pages.len());
+        for (dir, page) in &pages {
+            let Tree::Entries(entries) = decode_tree(page)? else {
+                return Err(Error::Internal("a page of a wrong level".to_owned()));
+            };
+            if self.noting {
+                entries.iter().for_each(|entry| self.joins(dir, entry));
+            }
+            groups.push((dir, entries, Vec::new()));
         }
-        self.entries(pool, &dir, &entries, &[])?;
-        self.let_go(dir)
+        self.entries(pool, &groups)?;
+        pages.into_iter().try_for_each(|(dir, _)| self.let_go(dir))
     }
 
     /// Of a difference: note that a name which is laid out had not its link before.
@@ -208,75 +243,80 @@ impl<'a> Layout<'a> {
         }
     }
 
-    /// Lay out entries of a held directory; `opaque` names those that hide something in a lower layer.
-    pub(crate) fn entries(
-        &self,
-        pool: &Pool<Task>,
-        dir: &Arc<Dir>,
-        entries: &[Entry<'_>],
-        opaque: &[&[u8]],
-    ) -> Result<()> {
-        let mut ids: Vec<Id> = Vec::with_capacity(entries.len());
-        for entry in entries {
+    /// Lay out entries of held directories.
+    pub(crate) fn entries(&self, pool: &Pool<Task>, groups: &[Group<'_>]) -> Result<()> {
+        let mut ids: Vec<Id> = Vec::new();
+        for entry in groups.iter().flat_map(|(_, entries, _)| entries) {
             ids.extend(content_of(entry));
             ids.extend(entry.attrs.filter(|_| !is_directory(entry)));
         }
         let mut locations = self.reader.locate(&ids)?.into_iter();
         let mut large = Vec::new();
         let mut small = Vec::new();
-        for entry in entries {
-            let content = content_of(entry).and_then(|_| locations.next().flatten());
-            if let Body::Directory { tree } = entry.body {
-                let hides = opaque.contains(&entry.name);
-                let below = Dir::below(dir, entry.name, self.metadata(entry), hides)?;
-                large.push(Task::List { dir: below, cursor: Cursor::new(tree, content) });
-                continue;
-            }
-            let attrs = entry.attrs.and_then(|_| locations.next().flatten());
-            if matches!(entry.body, Body::File { content: Content::Paged(_), .. }) {
-                let mut bytes = Vec::new();
-                put_entry(&mut bytes, entry);
-                large.push(Task::File { dir: dir.hold(), entry: bytes.into(), content, attrs });
-            } else {
-                small.push((content, attrs, entry));
+        for (dir, entries, opaque) in groups {
+            for entry in entries {
+                let content = content_of(entry).and_then(|_| locations.next().flatten());
+                if let Body::Directory { tree } = entry.body {
+                    let hides = opaque.contains(&entry.name);
+                    let below = Dir::below(dir, entry.name, self.metadata(entry), hides)?;
+                    large.push(Task::List { dir: below, cursor: Cursor::new(tree, content) });
+                    continue;
+                }
+                let attrs = entry.attrs.and_then(|_| locations.next().flatten());
+                if matches!(entry.body, Body::File { content: Content::Paged(_), .. }) {
+                    let mut bytes = Vec::new();
+                    put_entry(&mut bytes, entry);
+                    large.push(Task::File { dir: dir.hold(), entry: bytes.into(), content, attrs });
+                } else if self.claim(dir, entry)? {
+                    small.push(Small { dir, entry, content, attrs });
+                }
             }
         }
         pool.push(large.into_iter().rev());
-        if small.is_empty() {
-            return Ok(());
-        }
         // In the order of the packs, so that a cold disk reads forward.
-        small.sort_by_key(|(content, ..)| *content);
-        let within = self.dirs.open(dir)?;
-        for (content, attrs, entry) in small {
-            self.client.check()?;
-            self.small(dir, within.as_fd(), entry, content, attrs)?;
+        small.sort_by_key(|small| small.content);
+        self.batch(small, |small, bases| self.small(small, bases))
+    }
+
+    /// Do something with each item; what answers that it misses the base of a patch is done again when all bases that
+    /// were missed are known.
+    fn batch<T>(&self, items: Vec<T>, mut work: impl FnMut(&T, &mut Bases) -> Result<bool>) -> Result<()> {
+        let mut bases = Bases::default();
+        let mut waiting = items;
+        while !waiting.is_empty() {
+            let mut again = Vec::new();
+            for item in waiting {
+                self.client.check()?;
+                if !work(&item, &mut bases)? {
+                    again.push(item);
+                }
+            }
+            self.reader.learn(&mut bases)?;
+            waiting = again;
         }
         Ok(())
     }
 
-    /// Lay out what one worker does in one go.
-    fn small(
-        &self,
-        dir: &Arc<Dir>,
-        within: BorrowedFd<'_>,
-        entry: &Entry<'_>,
-        content: Option<Location>,
-        attrs: Option<Location>,
-    ) -> Result<()> {
-        if !self.claim(dir, within, entry)? {
-            return Ok(());
-        }
+    /// Lay out what one worker does in one go; whether the base of a patch was not missing.
+    fn small(&self, small: &Small<'_>, bases: &mut Bases) -> Result<bool> {
+        let Small { dir, entry, content, attrs } = *small;
+        let within = self.dirs.open(dir)?;
+        let within = within.as_fd();
         let path = || dir.path(entry.name);
         let metadata = self.metadata(entry);
         let refused = |error| Error::refused("make", error, &path());
         match entry.body {
             Body::File { size, content: from } => {
-                let fd = files::create(self, within, entry.name, &path)?;
-                if let Content::Blob(id) = from {
-                    self.blob(&id, content, size, |bytes| files::write_at(fd.as_fd(), bytes, 0, &path))?;
+                let write = |bytes: &[u8]| {
+                    let fd = files::create(self, within, entry.name, &path)?;
+                    files::write_at(fd.as_fd(), bytes, 0, &path)?;
+                    metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)
+                };
+                match from {
+                    Content::Blob(id) if !self.blob(&id, content, size, bases, write)? => return Ok(false),
+                    Content::Blob(_) => {}
+                    _ => write(b"")?,
                 }
-                metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)?;
             }
             Body::Symlink { target } => {
                 rustix::fs::symlinkat(target, within, entry.name).map_err(refused)?;
@@ -295,37 +335,41 @@ impl<'a> Layout<'a> {
             }
             Body::Directory { .. } => return Err(Error::Internal("a directory is not small".to_owned())),
         }
-        self.was_made(dir, entry)
+        self.was_made(dir, entry)?;
+        Ok(true)
     }
 
-    /// Give the bytes of a blob of `size` bytes to `use_it`.
+    /// Give the bytes of a blob of `size` bytes to `use_it`; whether the base of a patch was not missing.
     fn blob(
         &self,
         id: &Id,
         location: Option<Location>,
         size: u64,
+        bases: &mut Bases,
         use_it: impl FnOnce(&[u8]) -> Result<()>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let location = location.ok_or_else(|| missing(id))?;
-        self.reader.with(id, Kind::Blob, location, |_, bytes| {
+        let done = self.reader.with_bases(id, Kind::Blob, location, bases, |_, bytes| {
             if bytes.len() as u64 != size {
                 return Err(damaged_content("a chunk or file of another length"));
             }
             use_it(bytes)
         })?;
-        self.client.done.bytes.fetch_add(size, Ordering::Relaxed);
-        Ok(())
+        if done.is_some() {
+            self.client.done.bytes.fetch_add(size, Ordering::Relaxed);
+        }
+        Ok(done.is_some())
     }
 
     /// Whether an entry is to be made. One that shares its inode with another is linked, now or later.
-    fn claim(&self, dir: &Arc<Dir>, within: BorrowedFd<'_>, entry: &Entry<'_>) -> Result<bool> {
+    fn claim(&self, dir: &Arc<Dir>, entry: &Entry<'_>) -> Result<bool> {
         let Some(link) = entry.link else { return Ok(true) };
         match self.links.claim(link, entry, dir)? {
             Claim::Make => Ok(true),
             Claim::Wait => Ok(false),
             Claim::Link((first, name)) => {
-                let from = self.dirs.open(&first)?;
-                self.link(from.as_fd(), &name, dir, within, entry.name)?;
+                let (from, within) = (self.dirs.open(&first)?, self.dirs.open(dir)?);
+                self.link(from.as_fd(), &name, dir, within.as_fd(), entry.name)?;
                 self.count(entry);
                 Ok(false)
             }

@@ -52,6 +52,13 @@ pub struct Reader<'a> {
     idle: Mutex<Vec<Scratch>>,
 }
 
+/// Where bases of patches are, for the records of one batch.
+#[derive(Default)]
+pub struct Bases {
+    known: HashMap<Id, Location>,
+    missed: Vec<Id>,
+}
+
 /// What one read needs; reused.
 #[derive(Default)]
 struct Scratch {
@@ -115,6 +122,28 @@ impl<'a> Reader<'a> {
         self.give(id, Some(kind), location, use_it)
     }
 
+    /// As [`Reader::with`], but `None` where what the object is a patch of is not among `bases`. Try it again when they
+    /// were learned: then the index was asked for many at a time.
+    pub fn with_bases<T>(
+        &self,
+        id: &Id,
+        kind: Kind,
+        location: Location,
+        bases: &mut Bases,
+        use_it: impl FnOnce(&Header, &[u8]) -> Result<T>,
+    ) -> Result<Option<T>> {
+        self.decode_with(id, Some(kind), location, bases, use_it)
+    }
+
+    /// Ask where the bases are that were missed.
+    pub fn learn(&self, bases: &mut Bases) -> Result<()> {
+        let missed = std::mem::take(&mut bases.missed);
+        for (id, location) in missed.iter().zip(self.locate(&missed)?) {
+            bases.known.insert(*id, location.ok_or_else(|| missing(id))?);
+        }
+        Ok(())
+    }
+
     fn give<T>(
         &self,
         id: &Id,
@@ -122,9 +151,33 @@ impl<'a> Reader<'a> {
         location: Location,
         use_it: impl FnOnce(&Header, &[u8]) -> Result<T>,
     ) -> Result<T> {
+        let mut bases = Bases::default();
+        let mut use_it = Some(use_it);
+        loop {
+            let done = self.decode_with(id, kind, location, &mut bases, |header, canonical| {
+                use_it.take().map(|use_it| use_it(header, canonical)).transpose()
+            })?;
+            if let Some(done) = done.flatten() {
+                return Ok(done);
+            }
+            self.learn(&mut bases)?;
+        }
+    }
+
+    fn decode_with<T>(
+        &self,
+        id: &Id,
+        kind: Option<Kind>,
+        location: Location,
+        bases: &mut Bases,
+        use_it: impl FnOnce(&Header, &[u8]) -> Result<T>,
+    ) -> Result<Option<T>> {
         let mut scratch = lock(&self.idle).pop().unwrap_or_default();
-        let done = self.decode(&mut scratch, id, kind, location, MAX_PATCH_DEPTH + 1);
-        let done = done.and_then(|(header, canonical)| use_it(&header, canonical));
+        let done = match self.decode(&mut scratch, id, kind, location, MAX_PATCH_DEPTH + 1, bases) {
+            Ok(Some((header, canonical))) => use_it(&header, canonical).map(Some),
+            Ok(None) => Ok(None),
+            Err(error) => Err(error),
+        };
         let mut idle = lock(&self.idle);
         if idle.len() < MAX_IDLE {
             idle.push(scratch);
@@ -154,7 +207,8 @@ impl<'a> Reader<'a> {
         kind: Option<Kind>,
         location: Location,
         below: u8,
-    ) -> Result<(Header, &'s [u8])> {
+        bases: &mut Bases,
+    ) -> Result<Option<(Header, &'s [u8])>> {
         let header = self.packs.read(id, kind, location, &mut scratch.record)?;
         if header.depth >= below {
             return Err(Error::Damaged(format!("a damaged pack: patches of {} go in a circle", hex(id))));
@@ -163,13 +217,19 @@ impl<'a> Reader<'a> {
         let base = match header.base {
             None => None,
             Some(base) => {
-                let location = self.locate(&[base])?.pop().flatten().ok_or_else(|| missing(&base))?;
+                let Some(location) = bases.known.get(&base).copied() else {
+                    bases.missed.push(base);
+                    return Ok(None);
+                };
                 lower = Scratch::default();
-                Some(self.decode(&mut lower, &base, Some(header.kind), location, header.depth)?.1)
+                let found =
+                    self.decode(&mut lower, &base, Some(header.kind), location, header.depth, bases)?;
+                let Some((_, canonical)) = found else { return Ok(None) };
+                Some(canonical)
             }
         };
         let payload = scratch.record.get(header.size()..).unwrap_or_default();
-        Ok((header, scratch.decoder.decode(&header, payload, base)?))
+        Ok(Some((header, scratch.decoder.decode(&header, payload, base)?)))
     }
 
     /// A tree, page or set of attributes, from the cache where it is there. Give its location where it is known.

@@ -7,7 +7,7 @@ use crate::format::{
 };
 use crate::host::{Client, Done, Host, Records, serve};
 use crate::read::{Locate, Location, Reader};
-use crate::record::{Encoder, PACK_HEADER, PACK_MAGIC};
+use crate::record::{Base, Encoder, PACK_HEADER, PACK_MAGIC};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -52,6 +52,7 @@ impl Drop for Scratch {
 pub struct MemoryStore {
     pub at: HashMap<Id, Location>,
     asked: Mutex<HashMap<Id, usize>>,
+    questions: AtomicU64,
     scratch: Scratch,
     pack: u64,
     file: File,
@@ -63,7 +64,8 @@ impl MemoryStore {
         let scratch = Scratch::new();
         let file = create(scratch.path(), 1);
         let end = PACK_HEADER as u64;
-        MemoryStore { at: HashMap::new(), asked: Mutex::default(), scratch, pack: 1, file, end }
+        let (asked, questions) = (Mutex::default(), AtomicU64::new(0));
+        MemoryStore { at: HashMap::new(), asked, questions, scratch, pack: 1, file, end }
     }
 
     pub fn pack_path(&self) -> PathBuf {
@@ -97,6 +99,21 @@ impl MemoryStore {
 
     pub fn directory_fd(&self) -> OwnedFd {
         File::open(self.scratch.path()).unwrap().into()
+    }
+
+    /// Keep an object as a patch of another, `depth` patches above one that is whole.
+    pub fn put_patch(&mut self, kind: Kind, canonical: &[u8], base: (&Id, &[u8]), depth: u8) -> Id {
+        let id = identity(kind, canonical);
+        let mut record = Vec::new();
+        let base = Base { id: base.0, canonical: base.1, depth: depth - 1 };
+        assert_eq!(Encoder::new().encode(kind, &id, canonical, Some(base), &mut record).unwrap(), depth);
+        self.append(id, &record);
+        id
+    }
+
+    /// How many questions were asked.
+    pub fn questions(&self) -> usize {
+        self.questions.load(Ordering::Relaxed) as usize
     }
 
     pub fn reader(&self) -> Reader<'_> {
@@ -229,6 +246,7 @@ fn create(directory: &Path, number: u64) -> File {
 
 impl Locate for MemoryStore {
     fn locate(&self, ids: &[Id]) -> Result<Vec<Option<Location>>> {
+        self.questions.fetch_add(1, Ordering::Relaxed);
         let mut asked = self.asked.lock().unwrap();
         for id in ids {
             *asked.entry(*id).or_default() += 1;

@@ -123,6 +123,7 @@ class NativeEngine:
                 objects.packs,
                 objects.locate,
                 owners=options.owners,
+                owner=options.owner,
                 threads=options.threads,
                 progress=progress,
             )
@@ -140,6 +141,7 @@ class NativeEngine:
                 objects.packs,
                 objects.locate,
                 owners=options.owners,
+                owner=options.owner,
                 threads=options.threads,
             )
 

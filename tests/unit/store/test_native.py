@@ -46,9 +46,8 @@ def test_every_code_of_the_engine_is_the_error_that_has_it(code: str, monkeypatc
         raise _native.EngineError(code, "a message")
 
     monkeypatch.setattr(_native, "capture", refuse)
-    with scratch() as place:
-        with pytest.raises(errors.SandboxError, match="a message") as caught:
-            capture(ENGINE, place, memory(place))
+    with scratch() as place, pytest.raises(errors.SandboxError, match="a message") as caught:
+        capture(ENGINE, place, memory(place))
     assert caught.value.code == code
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 

@@ -38,6 +38,7 @@ def checkout(
     locate: Callable[[Sequence[bytes]], Sequence[Any]],
     *,
     owners: bool,
+    owner: tuple[int, int] | None,
     threads: int,
     progress: Callable[[int, int, int, int], None] | None,
 ) -> None: ...
@@ -49,6 +50,7 @@ def difference(
     locate: Callable[[Sequence[bytes]], Sequence[Any]],
     *,
     owners: bool,
+    owner: tuple[int, int] | None,
     threads: int,
 ) -> None: ...
 def verify(

@@ -99,10 +99,10 @@ pub fn begin(
         return Err(Error::Internal("a file without pages".to_owned()));
     };
     let path = || dir.path(entry.name);
-    let within = layout.dirs.open(&dir)?;
-    if !layout.claim(&dir, within.as_fd(), &entry)? {
+    if !layout.claim(&dir, &entry)? {
         return layout.let_go(dir);
     }
+    let within = layout.dirs.open(&dir)?;
     let fd = create(layout, within.as_fd(), entry.name, &path)?;
     rustix::fs::ftruncate(&fd, size).map_err(|error| Error::refused("write", error, &path()))?;
     let part = Part { id, location: content, level: None, offset: 0, length: size };
@@ -149,17 +149,17 @@ fn write_extents(layout: &Layout<'_>, file: &Writing, extents: &[Extent], part: 
     let ids: Vec<Id> = extents.iter().filter_map(|extent| extent.id).collect();
     let mut locations = layout.reader.locate(&ids)?.into_iter();
     let mut offset = part.offset;
+    let mut waiting = Vec::with_capacity(ids.len());
     for extent in extents {
-        if let Some(id) = &extent.id {
-            layout.client.check()?;
-            layout.blob(id, locations.next().flatten(), extent.length, |bytes| {
-                write_at(file.fd.as_fd(), bytes, offset, &path)
-            })?;
-        } else {
-            layout.client.done.bytes.fetch_add(extent.length, Ordering::Relaxed);
+        match &extent.id {
+            Some(id) => waiting.push((id, locations.next().flatten(), offset, extent.length)),
+            None => drop(layout.client.done.bytes.fetch_add(extent.length, Ordering::Relaxed)),
         }
         offset += extent.length;
     }
+    layout.batch(waiting, |(id, location, offset, length), bases| {
+        layout.blob(id, *location, *length, bases, |bytes| write_at(file.fd.as_fd(), bytes, *offset, &path))
+    })?;
     let hole = |extent: Option<&Extent>| extent.is_some_and(|extent| extent.id.is_none());
     let mut edges = file.edges.lock().unwrap_or_else(PoisonError::into_inner);
     if hole(extents.first()) {

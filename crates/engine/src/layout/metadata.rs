@@ -3,6 +3,7 @@
 //! Attributes come first, since `user.*` may be set only on what its mode lets write; then the owner, since a change
 //! of it takes set-id bits away; then the mode, whatever the umask says; times last.
 
+use super::Options;
 use crate::error::{Error, Result, shown};
 use crate::format::{Entry, Id, Kind, Owner, Time, decode_attrs};
 use crate::read::{Location, Reader};
@@ -14,14 +15,14 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 pub struct Metadata {
     pub mode: u32,
     pub mtime: Time,
-    /// To be applied: `None` also where nobody asked for owners.
+    /// To be applied: `None` also where nobody asked for one.
     pub owner: Option<Owner>,
     pub attrs: Option<Id>,
 }
 
 impl Metadata {
-    pub fn of(entry: &Entry<'_>, owners: bool) -> Metadata {
-        let owner = entry.owner.filter(|_| owners);
+    pub fn of(entry: &Entry<'_>, options: Options) -> Metadata {
+        let owner = entry.owner.filter(|_| options.owners).or(options.owner);
         Metadata { mode: entry.mode, mtime: entry.mtime, owner, attrs: entry.attrs }
     }
 }

@@ -9,6 +9,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+/// Tasks that a worker which takes several leaves.
+const LEFT_FOR_OTHERS: usize = 16;
+
 struct State<T> {
     tasks: Vec<T>,
     /// Tasks that are being done.
@@ -42,6 +45,13 @@ impl<T: Send> Pool<T> {
             1 => self.wake.notify_one(),
             _ => self.wake.notify_all(),
         }
+    }
+
+    /// Take the next task too, if it is `wanted` and enough are left for the others.
+    pub fn take(&self, wanted: impl Fn(&T) -> bool) -> Option<T> {
+        let mut state = self.lock();
+        let enough = state.tasks.len() > LEFT_FOR_OTHERS;
+        state.tasks.pop_if(|task| enough && wanted(task))
     }
 
     /// Do all tasks, and those that they push, on `threads` threads; returns when all have ended.

@@ -106,12 +106,36 @@ fn owners_come_when_they_are_asked_for() {
     for (owners, expected) in [own].into_iter().chain(is_root().then_some((true, (1_234, 4_321)))) {
         let at = scratch.path().join(owners.to_string());
         std::fs::create_dir(&at).unwrap();
-        lay_out(&store, &root, &at, Options { owners, threads: 1, counted: false }).unwrap();
+        lay_out(&store, &root, &at, Options { owners, threads: 1, ..Options::default() }).unwrap();
         for name in ["file", "symlink", "fifo", ""] {
             let stat = stat(&at.join(name));
             assert_eq!((stat.st_uid, stat.st_gid), expected, "{name}");
         }
         assert_eq!(stat(&at.join("file")).st_mode, 0o106755);
+    }
+}
+
+#[test]
+fn one_owner_is_for_all_who_have_none() {
+    if !is_root() {
+        return;
+    }
+    let mut store = MemoryStore::new();
+    let own = Some(Owner { uid: 1_234, gid: 4_321 });
+    let inner = store.directory(b"c", &[Entry { mode: 0o4755, ..plain(b"d") }]);
+    let root = store.directory(b"", &[Entry { owner: own, ..plain(b"a") }, plain(b"b"), inner]);
+    let scratch = Scratch::new();
+    let owner = Some(Owner { uid: 65_534, gid: 65_533 });
+    for owners in [false, true] {
+        let at = scratch.path().join(owners.to_string());
+        std::fs::create_dir(&at).unwrap();
+        lay_out(&store, &root, &at, Options { owners, owner, ..Options::default() }).unwrap();
+        for (name, applied) in [("a", owners), ("b", false), ("c", false), ("c/d", false), ("", false)] {
+            let stat = stat(&at.join(name));
+            let expected = if applied { (1_234, 4_321) } else { (65_534, 65_533) };
+            assert_eq!((stat.st_uid, stat.st_gid), expected, "{name}");
+        }
+        assert_eq!(stat(&at.join("c/d")).st_mode, 0o104755);
     }
 }
 
@@ -198,6 +222,45 @@ fn names_of_one_inode_are_one_file_wherever_they_are() {
     }
     assert_eq!(std::fs::metadata(at.join("123/l")).unwrap().len(), size);
     assert_eq!(stat(&at.join("299/s")).st_mode, 0o104755);
+}
+
+#[test]
+fn bases_of_patches_are_asked_for_together() {
+    let mut store = MemoryStore::new();
+    let names: Vec<String> = (0..200).map(|n| format!("{n:03}")).collect();
+    let mut entries = Vec::new();
+    let mut extents = Vec::new();
+    for (seed, name) in names.iter().enumerate() {
+        // The last of a chain of up to four patches.
+        let mut bytes = noise(seed as u64, 5_000);
+        let mut id = store.put(Kind::Blob, &bytes);
+        for depth in 1..=(seed % 5) as u8 {
+            let before = bytes.clone();
+            bytes[usize::from(depth)] ^= 1;
+            id = store.put_patch(Kind::Blob, &bytes, (&id, &before), depth);
+        }
+        entries.push(Entry {
+            body: Body::File { size: 5_000, content: Content::Blob(id) },
+            ..plain(name.as_bytes())
+        });
+        extents.push(Extent { length: 5_000, id: Some(id) });
+    }
+    let id = store.page(Page::Extents(extents));
+    entries
+        .push(Entry { body: Body::File { size: 1_000_000, content: Content::Paged(id) }, ..plain(b"all") });
+    let root = store.directory(b"", &entries);
+    let before = store.questions();
+    let (_scratch, at) = laid_out(&store, &root).unwrap();
+    // The root, its content, the page, its content, and for both at most four times the bases.
+    assert!(store.questions() - before <= 12, "{}", store.questions() - before);
+    let mut all = Vec::new();
+    for (seed, name) in names.iter().enumerate() {
+        let mut bytes = noise(seed as u64, 5_000);
+        (1..=seed % 5).for_each(|at| bytes[at] ^= 1);
+        assert_eq!(std::fs::read(at.join(name)).unwrap(), bytes);
+        all.extend(bytes);
+    }
+    assert_eq!(std::fs::read(at.join("all")).unwrap(), all);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::callbacks::PyHost;
 use super::{descriptor, detached, raise};
 use crate::difference::difference as lay_out_difference;
 use crate::error::{Error, Result};
-use crate::format::{ID_BYTES, Id, decode_root};
+use crate::format::{ID_BYTES, Id, Owner, decode_root};
 use crate::host::{Client, Host, serve};
 use crate::layout::{Options, checkout as lay_out};
 use crate::read::{Location, Reader};
@@ -24,6 +24,10 @@ fn open_packs(path: &Path) -> Result<OwnedFd> {
         .map_err(|error| Error::refused("open", error, path.as_os_str().as_encoded_bytes()))
 }
 
+fn one((uid, gid): (u32, u32)) -> Owner {
+    Owner { uid, gid }
+}
+
 /// Serve the work, and tell the progress once more when it is done.
 fn served<T: Send>(host: &mut PyHost, work: impl FnOnce(&Client) -> Result<T> + Send) -> Result<T> {
     let (answer, done) = serve(host, |client| Ok((work(&client)?, client.done.clone())))?;
@@ -34,7 +38,7 @@ fn served<T: Send>(host: &mut PyHost, work: impl FnOnce(&Client) -> Result<T> + 
 /// See `ports.Engine.checkout`; `root` as `objects.encode_root` makes it. `locate` is a method of `ports.Objects`, which
 /// is called from this thread alone.
 #[pyfunction]
-#[pyo3(signature = (root, directory, packs, locate, *, owners, threads, progress))]
+#[pyo3(signature = (root, directory, packs, locate, *, owners, owner, threads, progress))]
 #[allow(clippy::too_many_arguments)]
 pub fn checkout(
     py: Python<'_>,
@@ -43,6 +47,7 @@ pub fn checkout(
     packs: PathBuf,
     locate: Py<PyAny>,
     owners: bool,
+    owner: Option<(u32, u32)>,
     threads: usize,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
@@ -50,7 +55,7 @@ pub fn checkout(
     let mut host = PyHost::new(locate, None, progress);
     detached(py, || {
         let (directory, packs, root) = (descriptor(directory)?, open_packs(&packs)?, decode_root(&root)?);
-        let options = Options { owners, threads, counted };
+        let options = Options { owners, owner: owner.map(one), threads, counted };
         served(&mut host, |client| {
             lay_out(&Reader::new(packs, client), &root, directory.as_fd(), options, client)
         })
@@ -60,7 +65,7 @@ pub fn checkout(
 
 /// See `ports.Engine.difference`; arguments as of `checkout`.
 #[pyfunction]
-#[pyo3(signature = (old, new, directory, packs, locate, *, owners, threads))]
+#[pyo3(signature = (old, new, directory, packs, locate, *, owners, owner, threads))]
 #[allow(clippy::too_many_arguments)]
 pub fn difference(
     py: Python<'_>,
@@ -70,13 +75,14 @@ pub fn difference(
     packs: PathBuf,
     locate: Py<PyAny>,
     owners: bool,
+    owner: Option<(u32, u32)>,
     threads: usize,
 ) -> PyResult<()> {
     let mut host = PyHost::new(locate, None, None);
     detached(py, || {
         let (directory, packs) = (descriptor(directory)?, open_packs(&packs)?);
         let (old, new) = (decode_root(&old)?, decode_root(&new)?);
-        let options = Options { owners, threads, counted: false };
+        let options = Options { owners, owner: owner.map(one), threads, counted: false };
         served(&mut host, |client| {
             lay_out_difference(&Reader::new(packs, client), &old, &new, directory.as_fd(), options, client)
         })
