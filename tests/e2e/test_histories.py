@@ -33,11 +33,13 @@ def paths(want):
             if want == 'd' or os.path.isfile(path) and not os.path.islink(path): found.append(path)
     return sorted(found)
 def pick(want): return random.choice(paths(want) or [None])
-def fresh(): return os.path.join(random.choice(['.', *paths('d')]), random.choice('abcdefgh') + str(random.randrange(9)))
+def fresh():
+    return os.path.join(random.choice(['.', *paths('d')]), random.choice('abcdefgh') + str(random.randrange(9)))
 def data(): return random.randbytes(random.choice([0, 1, 900, 70_000, 140_000, 300_000]))
 def edit():
     what = random.randrange(15)
     path, file, directory = fresh(), pick('f'), pick('d')
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path): os.unlink(path)  # open(2) waits
     if what <= 2:
         with open(path, 'wb') as out: out.write(data())
     elif what == 3: os.makedirs(path)

@@ -88,7 +88,8 @@ class Fleet:
         await asyncio.to_thread(self._lock.acquire)
         try:
             await self.state.open()
-            await self.snapshots.start(await self.state.snapshot_ids())
+            in_store = {item.id for item in await self.state.list_snapshots(None) if item.commit is not None}
+            await self.snapshots.start(await self.state.snapshot_ids() - in_store)
             for row in await self.state.load_sandboxes():
                 if row.record is None:
                     self.unreadable[row.id] = row
@@ -113,6 +114,7 @@ class Fleet:
             await self._let_go()
             raise
         self._sweeper = asyncio.create_task(self._sweep_for_ever(), name="sweep")
+        self.tasks.spawn(self._take_over_files(), "take snapshots over into the store")
 
     async def close(self) -> None:
         """End what is under way and let go of everything; sandboxes and their commands keep running."""
@@ -392,6 +394,22 @@ class Fleet:
     async def _start_workspaces(self) -> None:
         ids = {*self.entries, *self.unreadable}
         await self.workspaces.start(await self.state.snapshot_ids(), ids)
+
+    async def _take_over_files(self) -> None:
+        """Bring snapshots that an earlier version kept as files into the store, one by one; they work all the while."""
+        for snapshot in await self.state.list_snapshots(None):
+            backend = self.backends.get(snapshot.backend)
+            if snapshot.commit is not None or backend is None or not backend.capabilities.layered_workspace:
+                continue
+            try:
+                commit = await self.workspaces.adopt(snapshot.id, self.snapshots.path(snapshot.id), snapshot.digest)
+                taken = dataclasses.replace(snapshot, commit=commit, digest="")
+                if await self.state.replace_snapshot(taken):
+                    await self.snapshots.delete(snapshot.id)
+                else:
+                    await self.workspaces.drop(snapshot.id)
+            except SandboxError as error:
+                log.warning("snapshot %s stays a file: %s", snapshot.id, error)
 
     async def _layers_in_use(self) -> set[str]:
         found: set[str] = set()

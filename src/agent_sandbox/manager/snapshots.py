@@ -138,6 +138,10 @@ class SnapshotStore:
             for reader in opened:
                 await uninterrupted(self._run(reader.close))
 
+    def path(self, id: str) -> Path:
+        """Where the file of a snapshot is."""
+        return self._path(id)
+
     async def delete(self, id: str) -> None:
         """Remove the file of a snapshot that has no row any more. Where that fails, the next start does it."""
 

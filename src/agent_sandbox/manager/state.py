@@ -195,6 +195,11 @@ class StateStore:
         row = (record.id, record.sandbox_id, record.created_at, encode_snapshot(record))
         await self._write("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)
 
+    async def replace_snapshot(self, record: SnapshotRecord) -> bool:
+        """Write a snapshot's record anew; False when it was deleted meanwhile."""
+        row = (encode_snapshot(record), record.id)
+        return await self._write("UPDATE snapshots SET record = ? WHERE id = ?", row) > 0
+
     async def get_snapshot(self, id: str) -> SnapshotRecord:
         """One snapshot. :class:`NotFoundError`; :class:`UnreadableRecordError`."""
 

@@ -21,6 +21,7 @@ The rules
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import secrets
@@ -136,6 +137,35 @@ class Workspaces:
             self._opened().pin(snapshot_id, taken.commit)
 
         return await self._capture(lambda: self._branch(sandbox_id, source), held, limit, keep)
+
+    async def adopt(self, snapshot_id: str, file: Path, digest: str) -> str:
+        """Keep a snapshot's file, a compressed tar, as a commit under the snapshot's id; return the commit.
+
+        ``digest`` is the BLAKE2b-256 that the file must have: :class:`BackendError` else, and for an archive that
+        cannot be read. Nothing is left then.
+        """
+
+        def progress(*_: int) -> None:
+            if self._stopping.is_set():
+                raise BackendError("the server is shutting down")
+
+        def take() -> str:
+            store = self._opened()
+            with file.open("rb") as archive:
+                if hashlib.file_digest(archive, lambda: hashlib.blake2b(digest_size=32)).hexdigest() != digest:
+                    raise BackendError(f"snapshot {snapshot_id} is damaged on disk: its checksum differs")
+                archive.seek(0)
+                branch = self._branch(f"from-file-{snapshot_id}", None)
+                try:
+                    made = store.import_tar(branch, archive, progress=progress)
+                    if isinstance(made, HeadMoved):
+                        raise BackendError("two servers take the same snapshot over")
+                    store.pin(snapshot_id, made.commit.hex())
+                finally:
+                    store.delete(branch)
+            return made.commit.hex()
+
+        return await self._run(take)
 
     async def drop(self, snapshot_id: str) -> None:
         """Remove a snapshot; what nothing else leads to goes with the next gc."""
