@@ -16,7 +16,24 @@ from agent_sandbox.installing import remedy
 
 COMMANDS = [
     *("quickstart", "run", "exec", "shell", "execs", "logs", "kill", "create", "ls", "inspect", "stats", "start"),
-    *("stop", "rm", "cp", "watch", "snapshot", "snapshots", "rollback", "fork", "image", "store", "serve", "openapi"),
+    *(
+        "stop",
+        "rm",
+        "cp",
+        "watch",
+        "snapshot",
+        "snapshots",
+        "rollback",
+        "fork",
+        "changes",
+        "diff",
+        "log",
+        "export",
+        "image",
+        "store",
+        "serve",
+        "openapi",
+    ),
     "doctor",
 ]
 

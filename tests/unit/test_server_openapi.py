@@ -66,7 +66,12 @@ def test_every_route_refuses_unknown_parameters_and_takes_its_own(tmp_path: Path
         for path, operations in json.loads(openapi_document())["paths"].items():
             if not path.startswith("/v1"):
                 continue
-            place = path.replace("{sandbox_id}", sandbox).replace("{exec_id}", "none").replace("{snapshot_id}", "none")
+            place = (
+                path.replace("{sandbox_id}", sandbox)
+                .replace("{exec_id}", "none")
+                .replace("{snapshot_id}", "none")
+                .replace("{later_id}", "none")
+            )
             for method, operation in operations.items():
                 reply = server.call(method.upper(), f"{place}?sandboxid=x&%20=1")
                 assert (reply.status, reply.error["code"]) == (422, "validation_error"), (method, path)

@@ -20,6 +20,7 @@ from agent_sandbox.cli import (
     execs,
     exit_codes,
     files,
+    history,
     images,
     options,
     output,
@@ -67,7 +68,7 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *map(options.usage, arguments)]
 
 
-for family in (quickstart, commands, execs, sandboxes, files, snapshots, images, store, serve, doctor):
+for family in (quickstart, commands, execs, sandboxes, files, snapshots, history, images, store, serve, doctor):
     family.register(app)
 for _registered in (*app.registered_commands, *images.app.registered_commands, *store.app.registered_commands):
     _registered.cls = _Command

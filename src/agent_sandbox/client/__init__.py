@@ -2,8 +2,8 @@
 
 :class:`SandboxClient` and :class:`Sandbox` are for code that blocks, :class:`AsyncSandboxClient` and
 :class:`AsyncSandbox` for code on an event loop: the same names and arguments, with ``await``, ``async for`` and
-``async with``. Both send what the builders in ``requests.py``, ``exec_requests.py`` and ``file_requests.py`` make. Only
-terminals need more: the extra ``terminal``.
+``async with``. Both send what the builders in ``requests.py``, ``exec_requests.py``, ``file_requests.py`` and
+``history_requests.py`` make. Only terminals need more: the extra ``terminal``.
 """
 
 from agent_sandbox.client.aio.execution import AsyncExecution
@@ -15,14 +15,17 @@ from agent_sandbox.client.sandbox import Sandbox, SandboxClient
 from agent_sandbox.client.terminal import Terminal
 from agent_sandbox.models import (
     Backend,
+    ChangeList,
     ExecEvent,
     ExecOutputEvent,
     ExecResult,
     FileInfo,
     FileStat,
+    PastState,
     SandboxStats,
     WatchEvent,
 )
+from agent_sandbox.models import Change as ChangeInfo
 from agent_sandbox.models import Exec as ExecInfo
 from agent_sandbox.models import Snapshot as SnapshotInfo
 
@@ -32,6 +35,8 @@ __all__ = [
     "AsyncSandboxClient",
     "AsyncTerminal",
     "Backend",
+    "ChangeInfo",
+    "ChangeList",
     "ExecEvent",
     "ExecInfo",
     "ExecOutputEvent",
@@ -39,6 +44,7 @@ __all__ = [
     "Execution",
     "FileInfo",
     "FileStat",
+    "PastState",
     "ReplyLostError",
     "Sandbox",
     "SandboxAPIError",

@@ -89,6 +89,11 @@ def sandbox_path(sandbox_id: str, suffix: str = "", /, **parameters: str) -> str
     return with_query(f"/v1/sandboxes/{quote(sandbox_id, safe='')}{suffix}", **parameters)
 
 
+def snapshot_path(snapshot_id: str, suffix: str = "", /, **parameters: str) -> str:
+    """The path of something of a snapshot."""
+    return with_query(f"/v1/snapshots/{quote(snapshot_id, safe='')}{suffix}", **parameters)
+
+
 def as_object(body: bytes) -> dict[str, Any]:
     """Decode a JSON object. :class:`ValidationError` for anything else."""
     try:

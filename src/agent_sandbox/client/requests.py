@@ -1,13 +1,14 @@
 """Every call that is about sandboxes and snapshots, built as a value. No I/O, so that any client can use them.
 
-Plain commands are here too; kept ones are in ``exec_requests.py``, files in ``file_requests.py``.
+Plain commands are here too; kept ones are in ``exec_requests.py``, files in ``file_requests.py``, what looks back
+in ``history_requests.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from agent_sandbox import models
 from agent_sandbox.client.call import (
@@ -20,6 +21,7 @@ from agent_sandbox.client.call import (
     new_key,
     post,
     sandbox_path,
+    snapshot_path,
 )
 from agent_sandbox.errors import InvalidRequestError
 
@@ -148,12 +150,12 @@ def list_snapshots(sandbox_id: str | None) -> Call[list[models.Snapshot]]:
 
 def get_snapshot(snapshot_id: str) -> Call[models.Snapshot]:
     """Look at a snapshot."""
-    return Call("GET", _snapshot(snapshot_id), as_shape(models.Snapshot))
+    return Call("GET", snapshot_path(snapshot_id), as_shape(models.Snapshot))
 
 
 def delete_snapshot(snapshot: models.Snapshot | str) -> Call[None]:
     """Delete a snapshot."""
-    return Call("DELETE", _snapshot(_id(snapshot)), as_nothing)
+    return Call("DELETE", snapshot_path(_id(snapshot)), as_nothing)
 
 
 def fork(
@@ -166,15 +168,11 @@ def fork(
     """Create a sandbox from a snapshot; options that are ``None`` are the snapshot's."""
     body = given(metadata=dict(metadata) if metadata else None, **options)
     key = idempotency_key or new_key()
-    return post(_snapshot(_id(snapshot)) + "/fork", body, as_object, idempotency_key=key)
+    return post(snapshot_path(_id(snapshot), "/fork"), body, as_object, idempotency_key=key)
 
 
 def _id(snapshot: models.Snapshot | str) -> str:
     return snapshot if isinstance(snapshot, str) else snapshot.id
-
-
-def _snapshot(snapshot_id: str) -> str:
-    return f"/v1/snapshots/{quote(snapshot_id, safe='')}"
 
 
 def _backend(data: Mapping[str, Any]) -> models.Backend:

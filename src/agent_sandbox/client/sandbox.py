@@ -13,12 +13,13 @@ from agent_sandbox import models
 from agent_sandbox.client import requests
 from agent_sandbox.client.execution import SandboxCommands
 from agent_sandbox.client.files import SandboxFiles
+from agent_sandbox.client.history import ClientHistory, SandboxHistory
 from agent_sandbox.client.http import Http
 from agent_sandbox.errors import NotFoundError
 from agent_sandbox.types import IsolationClass
 
 
-class Sandbox(SandboxCommands, SandboxFiles):
+class Sandbox(SandboxCommands, SandboxFiles, SandboxHistory):
     """One sandbox on a server; as a context manager it is destroyed at the end.
 
     ``data`` is the server's last word on it, ``info`` the same as a typed shape.
@@ -125,7 +126,7 @@ class Sandbox(SandboxCommands, SandboxFiles):
                 self._client.close()
 
 
-class SandboxClient:
+class SandboxClient(ClientHistory):
     """A connection to a server, as a context manager closed at the end.
 
     ``base_url`` (``http(s)://HOST:PORT`` or ``unix:///PATH``) and ``api_key`` default to ``AGENT_SANDBOX_URL`` and

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from agent_sandbox.errors import ConflictError, SandboxError, UnsupportedError
 from agent_sandbox.manager.core import Core
@@ -37,6 +38,15 @@ _PATH_BYTES = 4 << 20
 _SECONDS = 20.0
 _TYPES: dict[Type, FileType] = {Type.FILE: "file", Type.DIRECTORY: "directory", Type.SYMLINK: "symlink"}
 
+Kind = Literal["added", "removed", "modified", "type", "metadata"]
+_KINDS: dict[ChangeKind, Kind] = {
+    ChangeKind.ADDED: "added",
+    ChangeKind.REMOVED: "removed",
+    ChangeKind.MODIFIED: "modified",
+    ChangeKind.TYPE: "type",
+    ChangeKind.METADATA: "metadata",
+}
+
 
 @dataclass(frozen=True)
 class PathChange:
@@ -46,7 +56,7 @@ class PathChange:
     """
 
     path: str
-    kind: str
+    kind: Kind
     old_type: FileType | None
     new_type: FileType | None
     old_size: int | None
@@ -228,7 +238,7 @@ def _is_time_of_directory(change: Change) -> bool:
 def _shown(change: Change, text: str | None) -> PathChange:
     path = WORKSPACE + ("/" + os.fsdecode(change.path) if change.path else "")
     old, new = change.old, change.new
-    return PathChange(path, change.kind.value, _type(old), _type(new), _size(old), _size(new), text)
+    return PathChange(path, _KINDS[change.kind], _type(old), _type(new), _size(old), _size(new), text)
 
 
 def _type(entry: StoredEntry | None) -> FileType | None:

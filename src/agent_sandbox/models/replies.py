@@ -8,7 +8,7 @@ import builtins
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from agent_sandbox.errors import ValidationError
 from agent_sandbox.models.markers import Timestamp
@@ -311,6 +311,82 @@ class SnapshotList:
     """Every snapshot that the caller can see."""
 
     snapshots: list[Snapshot]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(_Reply):
+    """One path that differs between two states. Sizes are those of regular files, in bytes.
+
+    ============= ======================================================================================
+    ``added``     it is in the new state only; ``removed``: in the old one only
+    ``modified``  its content, or the target of a symbolic link
+    ``type``      it became something else, such as a directory in place of a file
+    ``metadata``  mode, time, attributes, or which names are one file; the content is the same
+    ============= ======================================================================================
+
+    ``text`` is a unified difference, empty where there is nothing to show; ``null`` where it was not asked for, or left
+    out for its size.
+    """
+
+    path: str
+    kind: Literal["added", "removed", "modified", "type", "metadata"]
+    old_type: FileType | None
+    new_type: FileType | None
+    old_size: int | None
+    new_size: int | None
+    text: str | None = None
+
+
+class _WithItems(_Reply):
+    """A reply with one list of shapes."""
+
+    _items: ClassVar[tuple[str, type[_Reply]]]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        name, kind = cls._items
+        items = data.get(name)
+        if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+            raise ValidationError(f"the server's reply has no list {name!r}")
+        return super().from_json({**data, name: [kind.from_json(item) for item in items]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeList(_WithItems):
+    """What differs between two states, by path, a directory before what is in it.
+
+    ``truncated`` says that there is more than is listed, ``text_truncated`` that a text was left out. A directory of
+    which nothing but the time differs is not listed.
+    """
+
+    _items = ("changes", Change)
+
+    changes: list[Change]
+    truncated: bool
+    text_truncated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastState(_Reply):
+    """A state of a workspace. ``snapshot_ids`` are the snapshots that keep it, ``parents`` the states before it.
+
+    ``kept`` says whether its files are still there; of one that is not, only this is known.
+    """
+
+    commit: str
+    parents: list[str]
+    created_at: Timestamp
+    kept: bool
+    snapshot_ids: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotLog(_WithItems):
+    """A state and those that led to it, newest first; the oldest is the empty workspace that sandboxes begin with."""
+
+    _items = ("states", PastState)
+
+    states: list[PastState]
 
 
 @dataclass(frozen=True, kw_only=True)

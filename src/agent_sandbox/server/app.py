@@ -24,6 +24,7 @@ from agent_sandbox.server import (
     execs,
     files,
     health,
+    history,
     sandboxes,
     snapshots,
     terminal,
@@ -80,7 +81,7 @@ def create_app(manager: Manager, settings: Settings, *, manager_started: bool = 
     app.state.pulse = health.Pulse(manager.ping)
     app.include_router(health.router)
     keyed = APIRouter(prefix=KEYED_PREFIX)
-    for module in (sandboxes, commands, execs, terminal, files, archives, snapshots, backends):
+    for module in (sandboxes, commands, execs, terminal, files, archives, snapshots, history, backends):
         keyed.include_router(module.router)
     app.include_router(keyed)
     app.add_middleware(Gate, settings=settings)

@@ -21,8 +21,8 @@ from agent_sandbox.types import WORKSPACE, ChangesLost, FileChange
 
 router = routing.router("files")
 
-_TAR: dict[str, Any] = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
-_HEADERS = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
+TAR: dict[str, Any] = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
+HEADERS = {"X-Content-Type-Options": "nosniff", "Content-Disposition": "attachment"}
 _DIRECTORY = parameter("path", "A directory: /workspace, or inside it.", default=WORKSPACE)
 _CHANGES = (
     'One JSON object a line: `{"type": "ready"}` once changes are seen, then `created`, `modified`, `removed` or '
@@ -33,7 +33,7 @@ _CHANGES = (
 @router.get(
     "/sandboxes/{sandbox_id}/archive",
     response_class=Response,
-    responses={**common(404, 409, 501), 200: {"description": "A POSIX tar stream.", "content": _TAR}},
+    responses={**common(404, 409, 501), 200: {"description": "A POSIX tar stream.", "content": TAR}},
     openapi_extra={"parameters": [_DIRECTORY]},
 )
 async def export_directory(sandbox_id: str, request: Request) -> Response:
@@ -45,7 +45,7 @@ async def export_directory(sandbox_id: str, request: Request) -> Response:
     "/sandboxes/{sandbox_id}/archive",
     status_code=204,
     responses=common(404, 409, 429, 501),
-    openapi_extra={"parameters": [_DIRECTORY], "requestBody": {"required": True, "content": _TAR}},
+    openapi_extra={"parameters": [_DIRECTORY], "requestBody": {"required": True, "content": TAR}},
 )
 async def import_directory(sandbox_id: str, request: Request) -> Response:
     """Extract a tar stream into a directory, over what is there; what was extracted before an error stays."""
@@ -79,7 +79,7 @@ class ArchiveStream(Streamed):
     """A directory, sent as the sandbox packs it."""
 
     def __init__(self, manager: Manager, sandbox_id: str, path: str) -> None:
-        super().__init__(media_type="application/x-tar", headers=_HEADERS)
+        super().__init__(media_type="application/x-tar", headers=HEADERS)
         self._manager = manager
         self._sandbox_id = sandbox_id
         self._path = path

@@ -147,8 +147,10 @@ class LineStream(Streamed):
 class PieceStream(Streamed):
     """The pieces of a generator as they come."""
 
-    def __init__(self, pieces: AsyncGenerator[bytes, None], **options: Any) -> None:
-        super().__init__(media_type="application/octet-stream", **options)
+    def __init__(
+        self, pieces: AsyncGenerator[bytes, None], *, media_type: str = "application/octet-stream", **options: Any
+    ) -> None:
+        super().__init__(media_type=media_type, **options)
         self._pieces = pieces
 
     async def produce(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agent_sandbox import models
-from agent_sandbox.manager import SandboxRecord, SandboxStats, SnapshotRecord
+from agent_sandbox.manager import Differences, PastState, SandboxRecord, SandboxStats, SnapshotRecord
 from agent_sandbox.types import Capabilities, ExecExit, ExecStatus, FileEntry
 
 
@@ -99,6 +99,34 @@ def snapshot(record: SnapshotRecord) -> models.Snapshot:
         backend=record.backend,
         stored_bytes=record.stored_bytes,
         skipped_total=record.skipped_total,
+    )
+
+
+def differences(found: Differences) -> models.ChangeList:
+    """Show what differs between two states."""
+    changes = [
+        models.Change(
+            path=change.path,
+            kind=change.kind,
+            old_type=change.old_type,
+            new_type=change.new_type,
+            old_size=change.old_size,
+            new_size=change.new_size,
+            text=change.text,
+        )
+        for change in found.changes
+    ]
+    return models.ChangeList(changes=changes, truncated=found.truncated, text_truncated=found.text_truncated)
+
+
+def past(state: PastState) -> models.PastState:
+    """Show a state of a log."""
+    return models.PastState(
+        commit=state.commit,
+        parents=list(state.parents),
+        created_at=_time(state.created_at),
+        kept=state.kept,
+        snapshot_ids=list(state.snapshots),
     )
 
 

@@ -13,12 +13,13 @@ from agent_sandbox import models
 from agent_sandbox.client import requests
 from agent_sandbox.client.aio.execution import AsyncSandboxCommands
 from agent_sandbox.client.aio.files import AsyncSandboxFiles
+from agent_sandbox.client.aio.history import AsyncClientHistory, AsyncSandboxHistory
 from agent_sandbox.client.http import AsyncHttp
 from agent_sandbox.errors import NotFoundError
 from agent_sandbox.types import IsolationClass
 
 
-class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles):
+class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles, AsyncSandboxHistory):
     """One sandbox on a server; as a context manager it is destroyed at the end.
 
     ``data`` is the server's last word on it, ``info`` the same as a typed shape.
@@ -125,7 +126,7 @@ class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles):
                 await self._client.close()
 
 
-class AsyncSandboxClient:
+class AsyncSandboxClient(AsyncClientHistory):
     """A connection to a server, as a context manager closed at the end (``async with``).
 
     ``base_url`` (``http(s)://HOST:PORT`` or ``unix:///PATH``) and ``api_key`` default to ``AGENT_SANDBOX_URL`` and

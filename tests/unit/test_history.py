@@ -1,0 +1,234 @@
+"""Looking back: the bounds of a comparison, archives at their reader's speed, and backends that keep no history."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import os
+import tarfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from agent_sandbox import models
+from agent_sandbox.client import history_requests
+from agent_sandbox.errors import BackendError, InvalidRequestError, ValidationError
+from agent_sandbox.manager import history, workspaces
+from agent_sandbox.manager.history import Differences, compare
+from agent_sandbox.manager.workspaces import EMPTY, PROJECT, Workspaces
+from agent_sandbox.store import Created, Store
+from agent_sandbox.types import HeldWorkspace
+from tests.unit.server_harness import Running, running, settings_for
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path / "store") as store:
+        store.init("p")
+        yield store
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "tree").mkdir()
+    return tmp_path / "tree"
+
+
+def committed(store: Store, tree: Path) -> str:
+    made = store.commit("p", tree)
+    assert isinstance(made, Created)
+    return made.commit.hex()
+
+
+def paths(found: Differences) -> list[str]:
+    return [change.path for change in found.changes]
+
+
+def test_a_directory_that_is_merely_newer_is_left_out(store: Store, tree: Path) -> None:
+    for name in ("quiet", "moded"):
+        (tree / name).mkdir()
+    (tree / "quiet" / "f").write_text("1")
+    before = committed(store, tree)
+    (tree / "quiet" / "f").write_text("22")
+    (tree / "moded").chmod(0o700)
+    for name in ("quiet", "moded", "."):
+        os.utime(tree / name, ns=(1, 1))
+    found = compare(store, before, committed(store, tree), limit=10, text=False)
+    assert [(change.path, change.kind) for change in found.changes] == [
+        ("/workspace/moded", "metadata"),
+        ("/workspace/quiet/f", "modified"),
+    ]
+    assert (found.changes[1].old_size, found.changes[1].new_size) == (1, 2)
+    tree.chmod(0o700)
+    assert paths(compare(store, before, committed(store, tree), limit=10, text=False))[0] == "/workspace"
+
+
+def test_the_list_ends_at_its_bounds_and_says_so(store: Store, tree: Path) -> None:
+    before = committed(store, tree)
+    for name in "abc":
+        (tree / name).write_text(name)
+    after = committed(store, tree)
+
+    def cut(limit: int, path_bytes: int = 100) -> tuple[list[str], bool]:
+        found = compare(store, before, after, limit=limit, text=False, path_bytes=path_bytes)
+        return paths(found), found.truncated
+
+    assert cut(3) == (["/workspace/a", "/workspace/b", "/workspace/c"], False)
+    assert cut(2) == (["/workspace/a", "/workspace/b"], True)
+    assert cut(3, path_bytes=3) == cut(3)
+    assert cut(3, path_bytes=2) == cut(2)
+
+
+def test_a_text_is_whole_or_left_out(store: Store, tree: Path) -> None:
+    before = committed(store, tree)
+    for name, text in (("a", "é\n"), ("b", "much more of it\n"), ("c", "3\n")):
+        (tree / name).write_text(text)
+    after = committed(store, tree)
+    whole = compare(store, before, after, limit=9, text=True)
+    size = {change.path[-1]: len((change.text or "").encode()) for change in whole.changes}
+    assert (whole.text_truncated, size["a"]) == (False, len("--- /dev/null\n+++ b/a\n@@ -0,0 +1 @@\n+é\n".encode()))
+
+    def texts(room: int) -> tuple[str, bool, bool]:
+        found = compare(store, before, after, limit=9, text=True, text_bytes=room)
+        kept = "".join(change.path[-1] for change in found.changes if change.text is not None)
+        return kept, found.text_truncated, found.truncated
+
+    assert texts(sum(size.values())) == ("abc", False, False)
+    assert texts(sum(size.values()) - 1) == ("ab", True, False)
+    assert texts(size["a"] + size["c"]) == ("ac", True, False)
+
+
+def test_a_comparison_that_takes_too_long_is_cut(store: Store, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = committed(store, tree)
+    (tree / "a").write_text("1")
+    after = committed(store, tree)
+    monkeypatch.setattr(history, "_SECONDS", -1.0)
+    assert compare(store, before, after, limit=9, text=True) == Differences((), True, False)
+
+
+@pytest.fixture
+async def kept(tmp_path: Path) -> AsyncIterator[Workspaces]:
+    async def in_use() -> set[str]:
+        return set()
+
+    held = Workspaces(tmp_path / "data", 1 << 30, in_use)
+    (tmp_path / "data").mkdir()
+    await held.start((), ())
+    yield held
+    await held.close()
+
+
+async def test_a_state_aside_leaves_no_name(kept: Workspaces, tree: Path) -> None:
+    (tree / "f").write_text("1")
+    held = HeldWorkspace(str(tree), False)
+    async with kept.aside("sb1", EMPTY, held, 1 << 20) as now:
+        found = await kept.ask(lambda store: compare(store, EMPTY, now, limit=9, text=False))
+        assert paths(found) == ["/workspace/f"]
+        assert await kept.head("sb1") is None
+    assert await kept.ask(lambda store: [ref.name for ref in store.refs(PROJECT)]) == ["main"]
+    with pytest.raises(InvalidRequestError):
+        async with kept.aside("sb1", "no state", held, 1 << 20):
+            raise AssertionError("it began nowhere")
+
+
+async def take_a_large_state(kept: Workspaces, tree: Path) -> str:
+    (tree / "big").write_bytes(os.urandom(8 << 20))
+    return (await kept.take("sb1", "snap1", None, HeldWorkspace(str(tree), False), 1 << 30)).commit
+
+
+async def test_an_archive_waits_for_a_reader_at_its_very_end(kept: Workspaces, tree: Path) -> None:
+    commit = await take_a_large_state(kept, tree)
+    pieces = []
+    async with aclosing(kept.archive(commit)) as archive:
+        async for piece in archive:
+            await asyncio.sleep(0.01)
+            pieces.append(piece)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as tar:
+        found = tar.extractfile("big")
+        assert found is not None
+        assert found.read() == (tree / "big").read_bytes()
+
+
+async def test_a_reader_that_stands_still_loses_its_archive(
+    kept: Workspaces, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = await take_a_large_state(kept, tree)
+    monkeypatch.setattr(workspaces, "_STALL_SECONDS", 0.0)
+    archive = kept.archive(commit)
+    await anext(archive)
+    await asyncio.sleep(1.5)  # the writer looks every half second
+    with pytest.raises(BackendError, match="nobody reads"):
+        [piece async for piece in archive]
+
+
+async def test_an_archive_that_nobody_wants_any_more_ends(kept: Workspaces, tree: Path) -> None:
+    commit = await take_a_large_state(kept, tree)
+    for _ in range(6):  # more than there are threads
+        archive = kept.archive(commit)
+        await anext(archive)
+        await archive.aclose()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(settings_for(tmp_path_factory.mktemp("server"))) as it:
+        yield it
+
+
+def test_a_snapshot_that_is_a_file_has_no_history_and_says_why(server: Running) -> None:
+    sandbox = f"/v1/sandboxes/{server.create()}"
+    server.call("PUT", sandbox + "/files?path=d/kept", b"12345")
+    snap = f"/v1/snapshots/{server.call('POST', sandbox + '/snapshots').json['id']}"
+    name = snap.rpartition("/")[2]
+    for path in (f"{snap}/diff/{name}", f"{snap}/log", f"{sandbox}/changes"):
+        reply = server.call("GET", path)
+        assert (reply.status, reply.error["code"]) == (501, "unsupported")
+        assert reply.error["details"]["backend"] == "fake"
+    assert "no history" in server.call("GET", f"{snap}/log").error["message"]
+    for path in (f"{snap}/diff/none", f"/v1/snapshots/none/diff/{name}", "/v1/snapshots/none/archive"):
+        assert server.call("GET", path).status == 404
+    reply = server.call("GET", f"{snap}/archive")
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/x-tar")
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    with tarfile.open(fileobj=io.BytesIO(reply.body)) as tar:
+        assert "d/kept" in {member.name.removeprefix("./") for member in tar.getmembers()}
+
+
+def test_a_damaged_file_is_never_a_whole_archive(server: Running) -> None:
+    sandbox = f"/v1/sandboxes/{server.create()}"
+    server.call("PUT", sandbox + "/files?path=f", os.urandom(100_000))
+    name = server.call("POST", sandbox + "/snapshots").json["id"]
+    file = server.settings.data_dir / "snapshots" / f"{name}.tar.zst"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    try:
+        status = server.call("GET", f"/v1/snapshots/{name}/archive").status
+    except http.client.IncompleteRead:
+        return
+    assert status == 502, "found before the first piece went out"
+
+
+def test_calls_name_snapshots_safely_and_send_what_is_given() -> None:
+    assert history_requests.diff("a/b", "c?d", text=False, limit=None).path == "/v1/snapshots/a%2Fb/diff/c%3Fd"
+    assert history_requests.diff("a", "b", text=True, limit=5).path == "/v1/snapshots/a/diff/b?text=true&limit=5"
+    assert history_requests.changes("sb1", text=True, limit=None).path == "/v1/sandboxes/sb1/changes?text=true"
+    assert history_requests.log("a", 3).path == "/v1/snapshots/a/log?limit=3"
+    assert history_requests.archive("a").path == "/v1/snapshots/a/archive"
+    with pytest.raises(InvalidRequestError):
+        history_requests.diff("a", "", text=False, limit=None)
+
+
+def test_replies_are_read_with_what_they_do_not_know_and_refused_without_what_they_need() -> None:
+    decode = history_requests.changes("sb1", text=False, limit=None).decode
+    item = b'{"path": "/workspace/\\udcff", "kind": "added", "old_type": null, "new_type": "file", "old_size": null, '
+    item += b'"new_size": 1, "later": 2}'
+    found = decode(b'{"changes": [' + item + b'], "truncated": false, "later": 1}')
+    assert (found.changes[0].path, found.changes[0].new_size, found.text_truncated) == ("/workspace/\udcff", 1, False)
+    assert isinstance(found.changes[0], models.Change)
+    for broken in (b"{}", b'{"changes": 1, "truncated": false}', b'{"changes": [1], "truncated": false}', b"[]"):
+        with pytest.raises(ValidationError):
+            decode(broken)
