@@ -137,12 +137,14 @@ pub struct Worker<'a> {
     pub segments: (Sender<Segment<'a>>, Receiver<Segment<'a>>),
     /// Bytes of files that were read, every attempt counted.
     pub read: u64,
+    /// Bytes of the file that is being read that count as done.
+    told: u64,
 }
 
 impl<'a> Worker<'a> {
     pub fn new(shared: &'a Shared<'a>, segments: (Sender<Segment<'a>>, Receiver<Segment<'a>>)) -> Worker<'a> {
         let storer = Storer::new(shared.client.clone(), shared.reader);
-        Worker { shared, collector: Collector::new(shared.seen, storer), segments, read: 0 }
+        Worker { shared, collector: Collector::new(shared.seen, storer), segments, read: 0, told: 0 }
     }
 
     /// Work until there are no more tasks; returns how many bytes of files were read.
@@ -186,13 +188,19 @@ impl<'a> Worker<'a> {
         let mut outcomes = Vec::with_capacity(files.len());
         for (node, old) in files {
             self.shared.client.check()?;
+            self.told = 0;
             let file = self.file(&opened, *node, old.as_ref(), &path)?;
-            let done = &self.shared.client.done;
-            done.files.fetch_add(1, Ordering::Relaxed);
-            done.bytes.fetch_add(scan.nodes[*node as usize].state.size, Ordering::Relaxed);
+            self.shared.client.done.files.fetch_add(1, Ordering::Relaxed);
+            self.tell(scan.nodes[*node as usize].state.size.saturating_sub(self.told));
             outcomes.push(Outcome { node: *node, file });
         }
         Ok(outcomes)
+    }
+
+    /// Count bytes of the file that is being read as done.
+    pub fn tell(&mut self, bytes: u64) {
+        self.told += bytes;
+        self.shared.client.done.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Read one file; `None` when this process may not.
