@@ -8,7 +8,7 @@
    has everything below it in the store**: writers do not look below an object that is known. A dead blob has nothing
    below it, so it stays while a patch needs it.
 4. One transaction forgets every dead object and marks packs without life as dead; these are unlinked. So a full disk
-   gets room before anything is copied.
+   gets room before anything is copied; what it takes is room for the index's changed pages.
 5. Pack by pack, what lives is copied to a new pack, synced; one transaction moves the rows and marks the old pack as
    dead; it is unlinked.
 

@@ -16,6 +16,8 @@ When changing the schema: it is the stored format. Read "How do I change the sto
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import sqlite3
 import stat
@@ -37,6 +39,8 @@ PAGE_BYTES = 4_096
 _CACHE_KIB = 16_384
 _WAL_PAGES = 1_024
 """Pages in the WAL after which SQLite writes them back: 4 MiB."""
+_SHARED_BYTES = 256 << 10
+"""Bytes of ``-shm``: 32 KiB for each 4,096 pages in the WAL, so enough for 128 MiB of it."""
 _BATCHES = (1, 16, 128, 512)
 """Numbers of ids in one query: few shapes, so that each is prepared once."""
 _HEADER_BYTES = 100
@@ -196,10 +200,13 @@ class Index(Names):
         self._wait_seconds = wait_seconds
         self._reading = threading.Lock()
         self._writing = threading.Lock()
+        small = _has_small_blocks(path)
         with translated(path):
             self._reader = _connect(path, wait_seconds)
             try:
                 self._check_version()
+                if small:
+                    _allocate_shared_memory(path)
                 self._reader.execute("PRAGMA query_only = ON")
                 self._writer = _connect(path, wait_seconds)
             except BaseException:
@@ -209,6 +216,7 @@ class Index(Names):
     @classmethod
     def create(cls, path: Path) -> None:
         """Write an empty index to ``path``, which does not exist."""
+        _has_small_blocks(path)
         with translated(path):
             connection = sqlite3.connect(path, isolation_level=None)
             try:
@@ -336,6 +344,33 @@ def probe(path: Path) -> None:
     if len(header) < _HEADER_BYTES or not header.startswith(b"SQLite format 3\0"):
         raise StoreDamagedError(f"a damaged index {path}: it is no SQLite database")
     _accept(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
+
+
+def _has_small_blocks(path: Path) -> bool:
+    """Return whether the file system has blocks smaller than pages of memory; :class:`StoreFullError` when it is full.
+
+    SQLite maps ``-shm`` after it has written one byte to each page of it. Where a page has several blocks, that leaves
+    holes, and a hole that is written on a full disk kills the process (SIGBUS).
+    """
+    about = os.statvfs(path.parent)
+    small = about.f_frsize < mmap.PAGESIZE
+    if small and about.f_bavail * about.f_frsize < 2 * _SHARED_BYTES:
+        raise StoreFullError(f"the disk of {path} is full; make room and try again")
+    return small
+
+
+def _allocate_shared_memory(path: Path) -> None:
+    """Fill the holes of ``-shm``, and make it larger than any WAL needs that fits such a file system."""
+    try:
+        fd = os.open(path.with_name(path.name + "-shm"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.posix_fallocate(fd, 0, _SHARED_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(f"the disk of {path} is full; make room and try again") from error
+        raise StoreError(f"the index {path} cannot be used: {error.strerror}") from error
 
 
 def _accept(path: Path, application: int, version: int) -> None:
