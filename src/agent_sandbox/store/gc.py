@@ -23,13 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreFullError
-from agent_sandbox.store.index import location, translated
+from agent_sandbox.store.index import location
 from agent_sandbox.store.marks import CONFLICT, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind
 from agent_sandbox.store.packs import MAX_PACK, Pack, pack_name
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import MAX_HEADER, decode_header, encode
+from agent_sandbox.store.sqlite import translated
 
 SMALL_PACK = MAX_PACK // 4
 """A pack below this many bytes is small."""
