@@ -327,9 +327,8 @@ def test_full_disk_with_blocks_smaller_than_pages_is_told_before_anything_is_map
         with (place / "full").open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(1024))
-        os.truncate(
-            place / "full", (place / "full").stat().st_size - 9 * 1024
-        )  # more than SQLite asks for, and too little
+        # Room for the one block of each page that SQLite asks for, and not for all of them.
+        os.truncate(place / "full", (place / "full").stat().st_size - 9 * 1024)
         opened = subprocess.run([sys.executable, "-c", program, place / "store"], capture_output=True, text=True)
         assert (opened.returncode, opened.stdout) == (0, "store_full\n")
         (place / "full").unlink()
