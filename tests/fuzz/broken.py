@@ -38,7 +38,7 @@ def mutated(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(out) + 1)
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0 | 1 if out:
                 out[at % len(out)] ^= 1 << rng.randrange(8)
             case 2 if out:
@@ -52,7 +52,10 @@ def mutated(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
             case 6:
                 other = rng.choice(others)
                 out[at:] = other[rng.randrange(len(other)) :]
-            case 7:
+            case 7 if out:
+                out[at % len(out)] |= 0x80
+                out[at % len(out) + 1 : at % len(out) + 1] = b"\x00"
+            case 8:
                 out[at:at] = uvarint(rng.choice((0, 127, 128, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)))
     return bytes(out)
 
@@ -138,9 +141,13 @@ def list_all(store: Objects, root: Entry) -> None:
 
 
 def read_all(store: Objects, root: Entry) -> None:
-    """Read a state as a whole, as far as it is not endless."""
+    """Read a state as a whole, as far as it is not endless; what is listed must be found by its name."""
     list_all(store, root)
-    for path, entry in islice(walk.walk(store, root), MOST):
+    seen: set[bytes] = set()
+    for number, (path, entry) in enumerate(islice(walk.walk(store, root), MOST)):
+        if path in seen or (number % 4 == 0 and walk.resolve(store, root, path) != entry):
+            raise Finding(f"listed, but not found by its name: {path!r}")
+        seen.add(path)
         if entry.attrs is not None:
             objects.decode_attrs(store.read(entry.attrs, Kind.ATTRS))
         if entry.type is not Type.FILE or entry.size >= 1 << 24:

@@ -35,7 +35,7 @@ from agent_sandbox.store import objects, records, walk
 from agent_sandbox.store.check import check
 from agent_sandbox.store.diff import diff
 from agent_sandbox.store.objectdb import ObjectDatabase
-from agent_sandbox.store.objects import Entry, Kind, Type
+from agent_sandbox.store.objects import Child, Entry, Kind, Type
 from agent_sandbox.store.ports import Location, Objects, Row
 from agent_sandbox.store.shape import Shapes
 from tests.fuzz.archives import archive_round
@@ -157,6 +157,29 @@ class Loose:
         return canonical
 
 
+def lying(rng: random.Random, kind: Kind, canonical: bytes) -> bytes:
+    """The page with another weight, last name or page in one of its entries, where it is above others."""
+    level, items = objects.decode_page(canonical) if kind is Kind.PAGE else objects.decode_tree(canonical)
+    children = [item for item in items if isinstance(item, Child)]
+    if not children:
+        return canonical
+    at = rng.randrange(len(children))
+    child = children[at]
+    match rng.randrange(5):
+        case 0:
+            new = replace(child, weight=max(1, child.weight + rng.choice((-1, 1, 256))))
+        case 1:
+            new = replace(child, id=rng.choice(children).id)
+        case 2:
+            new = replace(child, last=child.last[:-1] + rng.choice((b"0", b"9", b"", b"zz")))
+        case 3:
+            new = replace(child, last=rng.choice(children).last)
+        case _:
+            new = replace(rng.choice(children), last=child.last)
+    children[at] = new
+    return bytes((level,)) + b"".join(map(_ENCODE[kind.name.lower()][1], children))
+
+
 def hostile(rng: random.Random, template: Template) -> tuple[bytes, Loose]:
     """A commit in which one or two objects were mutated, and those that lead there made to fit."""
     new = Loose(template.objects)
@@ -164,7 +187,9 @@ def hostile(rng: random.Random, template: Template) -> tuple[bytes, Loose]:
         kind: [id for id, (found, _) in template.objects.items() if found is kind]
         for kind in (Kind.TREE, Kind.PAGE, Kind.ATTRS, Kind.COMMIT)
     }
-    targets = {rng.choice(by_kind[rng.choice(list(by_kind))]) for _ in range(rng.choice((1, 1, 2)))}
+    above = [id for kind in (Kind.TREE, Kind.PAGE) for id in by_kind[kind] if template.objects[id][1][0] > 0]
+    chosen = [*by_kind.values(), above, above]
+    targets = {rng.choice(rng.choice(chosen)) for _ in range(rng.choice((1, 1, 2)))}
     done: dict[bytes, bytes] = {}
 
     def exchanged(rng: random.Random, canonical: bytes) -> bytes:
@@ -179,7 +204,13 @@ def hostile(rng: random.Random, template: Template) -> tuple[bytes, Loose]:
         for child in template.below[id]:
             canonical = canonical.replace(child, remake(child))
         if id in targets:
-            canonical = exchanged(rng, canonical) if rng.random() < 0.3 else mutated(rng, canonical, GOOD_BYTES)
+            how = rng.random()
+            if how < 0.2:
+                canonical = exchanged(rng, canonical)
+            elif how < 0.5 and kind in (Kind.TREE, Kind.PAGE):
+                canonical = lying(rng, kind, canonical)
+            else:
+                canonical = mutated(rng, canonical, GOOD_BYTES)
         done[id] = objects.identity(kind, canonical)
         new.found[done[id]] = kind, canonical
         return done[id]

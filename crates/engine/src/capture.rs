@@ -24,6 +24,7 @@
 mod large;
 mod lower;
 mod past;
+mod remembered;
 mod trees;
 mod worker;
 
@@ -35,26 +36,22 @@ use crate::open::Place;
 use crate::read::Reader;
 use crate::scan::{Left, LeftOut, Scan, Type, Visit, changed, failed};
 use crate::sink::{Batch, Collector, Outlet, Seen, Storer};
-use crate::statcache::{self, Form, Record, StatCache};
-use crossbeam_channel::{Receiver, Sender, bounded, select, unbounded};
+use crate::statcache::{Form, StatCache};
+use crossbeam_channel::{Receiver, Sender, select};
 use past::{OldFile, Past};
+use remembered::{Remembered, recall};
 use rustix::io::Errno;
 use std::collections::{HashMap, HashSet};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 use trees::Trees;
-use worker::{About, Answer, ReadFile, Shared, Task, Worker};
+use worker::{About, Answer, ReadFile, Shared, Task, with_workers};
 
 /// Files and bytes that are given to a worker at a time.
 const TASK_FILES: usize = 256;
 const TASK_BYTES: u64 = 4 << 20;
-/// Ids in one question.
-const ASKED: usize = 4_096;
-/// Much older than the start of the capture must a ctime be for its file to be remembered: more than a clock tick.
-const MARGIN: Duration = Duration::from_millis(50);
 const MOST_THREADS: usize = 8;
 
 /// What to capture.
@@ -130,13 +127,6 @@ pub fn capture(host: &mut dyn Host, request: &Request<'_>) -> Result<Captured> {
         let _ = remembered.save(path, started);
     }
     Ok(captured)
-}
-
-/// What the stat cache is written from.
-struct Remembered {
-    scan: Scan,
-    found: Found,
-    roots: Vec<Id>,
 }
 
 /// Keeps the attributes of directories while they are open.
@@ -245,49 +235,6 @@ fn link(scan: &mut Scan, found: &mut Found) -> Result<()> {
     Ok(())
 }
 
-/// Take from the cache what it remembers, as far as the store has it.
-fn recall(cache: &StatCache, trusted: bool, scan: &Scan, found: &mut Found, client: &Client) -> Result<()> {
-    let hits = (0u32..).zip(&scan.nodes).filter_map(|(number, node)| {
-        let record = (node.kind == Type::File).then(|| cache.find(node.state.inode)).flatten()?;
-        match record.form {
-            Form::File(content) if record.state == node.state => Some((number, content, record)),
-            _ => None,
-        }
-    });
-    let mut keep = |(node, content, record): (u32, Content, Record)| {
-        found.contents[node as usize] = Some(content);
-        found.attrs.extend(record.attrs.map(|id| (node, id)));
-        if record.data != record.state.size {
-            found.data.insert(node, record.data);
-        }
-    };
-    if trusted {
-        hits.for_each(keep);
-        return Ok(());
-    }
-    let mut hits = hits.peekable();
-    while hits.peek().is_some() {
-        client.check()?;
-        let some: Vec<_> = hits.by_ref().take(ASKED / 2).collect();
-        let ids = |(_, content, record): &(u32, Content, Record)| {
-            let content = match content {
-                Content::Empty => None,
-                Content::Blob(id) | Content::Paged(id) => Some(*id),
-            };
-            content.into_iter().chain(record.attrs)
-        };
-        let held = client.ask(some.iter().flat_map(ids).collect())?.recv().map_err(|_| Error::Stopped)?;
-        let mut held = held.into_iter();
-        for hit in some {
-            let missing = held.by_ref().take(ids(&hit).count()).filter(|held| !held).count();
-            if missing == 0 {
-                keep(hit);
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Gives batches to the workers.
 struct Delegate<'t> {
     tasks: &'t Sender<Task>,
@@ -298,55 +245,6 @@ impl Outlet for Delegate<'_> {
         self.tasks.send(Task::Batch(batch)).map_err(|_| Error::Stopped)?;
         Ok(Batch::default())
     }
-}
-
-/// Run `coordinate` beside workers that do its tasks. Returns how many bytes of files they read, and its answer.
-fn with_workers<R>(
-    threads: usize,
-    shared: &Shared<'_>,
-    coordinate: impl FnOnce(&Sender<Task>, &Receiver<Answer>) -> Result<R>,
-) -> Result<(u64, R)> {
-    let (tasks, waiting) = bounded::<Task>(4 * threads);
-    let (answers, answered) = unbounded::<Answer>();
-    let segments = bounded(2 * threads);
-    std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads)
-            .map(|_| {
-                let (waiting, answers, segments) = (waiting.clone(), answers.clone(), segments.clone());
-                scope.spawn(move || {
-                    let run = || Worker::new(shared, segments).run(&waiting, &answers);
-                    let done = catch_unwind(AssertUnwindSafe(run))
-                        .unwrap_or_else(|panic| Err(Error::panicked(panic.as_ref())));
-                    if done.is_err() {
-                        shared.client.stop();
-                    }
-                    done.map_err(|error| {
-                        let _ = answers.send(Err(error));
-                        Error::Stopped
-                    })
-                })
-            })
-            .collect();
-        drop((waiting, answers));
-        let coordinated = coordinate(&tasks, &answered);
-        if coordinated.is_err() {
-            shared.client.stop();
-        }
-        drop(tasks);
-        let read: Vec<_> =
-            workers.into_iter().map(|worker| worker.join().unwrap_or(Err(Error::Stopped))).collect();
-        // The first that is no consequence of another: of the coordinator, or what a worker said behind its back.
-        let told = |error: &Error| !matches!(error, Error::Stopped);
-        let done = match coordinated {
-            Err(error) if told(&error) => return Err(error),
-            coordinated => coordinated,
-        };
-        if let Some(error) = answered.try_iter().filter_map(Result::err).find(told) {
-            return Err(error);
-        }
-        let read = read.into_iter().sum::<Result<u64>>()?;
-        Ok((read, done?))
-    })
 }
 
 /// Have all files read of which nothing is known.
@@ -474,46 +372,6 @@ fn report(scan: &Scan, found: &Found, read: u64) -> Report {
         }
     }
     report
-}
-
-impl Remembered {
-    fn save(&self, path: &Path, started: SystemTime) -> std::io::Result<()> {
-        let (scan, found) = (&self.scan, &self.found);
-        let before = started.checked_sub(MARGIN).and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-        let before = before.map_or((0, 0), |time| (time.as_secs() as i64, time.subsec_nanos()));
-        let mut nodes: Vec<u32> = (0u32..)
-            .zip(&scan.nodes)
-            .filter(|(number, node)| match node.kind {
-                Type::File => {
-                    found.contents[*number as usize].is_some()
-                        && !found.followers.contains_key(number)
-                        && !found.partial.contains(number)
-                        && found.about(scan, *number).state.ctime < before
-                }
-                Type::Directory => scan.kept(*number),
-                _ => false,
-            })
-            .map(|(number, _)| number)
-            .collect();
-        let inode = |node: u32| found.about(scan, node).state.inode;
-        nodes.sort_unstable_by_key(|node| inode(*node));
-        nodes.dedup_by_key(|node| inode(*node));
-        let mut attrs: Vec<Id> = found.attrs.values().copied().collect();
-        attrs.sort_unstable();
-        attrs.dedup();
-        let records = nodes.iter().map(|node| {
-            let state = found.about(scan, *node).state;
-            let (form, data) = match (scan.nodes[*node as usize].kind, found.contents[*node as usize]) {
-                (Type::File, content) => {
-                    let data = found.data.get(node).copied().unwrap_or(state.size);
-                    (Form::File(content.unwrap_or(Content::Empty)), data)
-                }
-                _ => (Form::Directory(self.roots[scan.number(*node) as usize]), 0),
-            };
-            Record { state, data, form, attrs: found.attrs.get(node).copied() }
-        });
-        statcache::save(path, (scan.device, &self.roots[0]), &attrs, nodes.len(), records)
-    }
 }
 
 #[cfg(test)]

@@ -15,21 +15,21 @@
 //! the bottom up, the directory that was given last. When an error ends the work, what was made stays for the caller
 //! to remove.
 
+mod count;
 mod cursor;
 mod dirs;
 mod files;
 mod links;
 mod metadata;
 mod pool;
+mod small;
 #[cfg(test)]
 mod tests;
 
 use crate::error::{Error, Result};
-use crate::format::{
-    Body, Content, Entry, Id, Kind, MAX_ENTRIES, Owner, Tree, decode_tree, link_id, put_entry,
-};
+use crate::format::{Body, Content, Entry, Id, MAX_ENTRIES, Owner, Tree, decode_tree, link_id, put_entry};
 use crate::host::Client;
-use crate::read::{Bases, Location, Reader, missing};
+use crate::read::{Location, Reader};
 pub(crate) use cursor::{Above, Cursor, open_tree};
 pub(crate) use dirs::Dir;
 use dirs::{Dirs, OPEN};
@@ -37,8 +37,8 @@ use files::{Part, Writing};
 use links::{Claim, Links};
 pub(crate) use metadata::Metadata;
 pub(crate) use pool::Pool;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
-use std::collections::HashSet;
+use rustix::fs::{AtFlags, Mode};
+use small::Small;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -82,15 +82,6 @@ pub(crate) enum Task {
 /// A held directory, entries of it, and the names of those that hide something in a lower layer.
 pub(crate) type Group<'a> = (&'a Arc<Dir>, Vec<Entry<'a>>, Vec<&'a [u8]>);
 
-/// An entry that one worker makes in one go. The directory is held by whoever gave it.
-#[derive(Clone, Copy)]
-struct Small<'a> {
-    dir: &'a Arc<Dir>,
-    entry: &'a Entry<'a>,
-    content: Option<Location>,
-    attrs: Option<Location>,
-}
-
 /// What all workers share.
 pub(crate) struct Layout<'a> {
     pub reader: &'a Reader<'a>,
@@ -125,38 +116,11 @@ pub fn checkout(
     let layout = Layout::new(reader, client, options, false);
     let dir = Dir::root(open_empty(directory)?, Metadata::of(root, options));
     if options.counted {
-        count(reader, client, tree)?;
+        count::count(reader, client, tree)?;
     }
     let first = Task::List { dir, cursor: Cursor::new(tree, None) };
     Pool::new(vec![first]).run(options.threads(), client, |pool, task| layout.perform(pool, task))?;
     layout.finish()
-}
-
-/// Count files and their bytes: each name of a file, the bytes of each inode.
-fn count(reader: &Reader<'_>, client: &Client, tree: Id) -> Result<()> {
-    let mut links = HashSet::new();
-    let mut waiting = vec![Cursor::new(tree, None)];
-    while let Some(mut cursor) = waiting.pop() {
-        client.check()?;
-        let page = cursor.next(reader)?;
-        if !cursor.is_done() {
-            waiting.push(cursor);
-        }
-        let Tree::Entries(entries) = decode_tree(&page)? else { continue };
-        for entry in entries {
-            match entry.body {
-                Body::Directory { tree } => waiting.push(Cursor::new(tree, None)),
-                Body::File { size, .. } => {
-                    client.done.files_in_all.fetch_add(1, Ordering::Relaxed);
-                    if entry.link.is_none_or(|link| links.insert(link)) {
-                        client.done.bytes_in_all.fetch_add(size, Ordering::Relaxed);
-                    }
-                }
-                Body::Symlink { .. } | Body::Fifo => {}
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Open a directory again, for reading, and see that nothing is in it.
@@ -276,89 +240,6 @@ impl<'a> Layout<'a> {
         // In the order of the packs, so that a cold disk reads forward.
         small.sort_by_key(|small| small.content);
         self.batch(small, |small, bases| self.small(small, bases))
-    }
-
-    /// Do something with each item; what answers that it misses the base of a patch is done again when all bases that
-    /// were missed are known.
-    fn batch<T>(&self, items: Vec<T>, mut work: impl FnMut(&T, &mut Bases) -> Result<bool>) -> Result<()> {
-        let mut bases = Bases::default();
-        let mut waiting = items;
-        while !waiting.is_empty() {
-            let mut again = Vec::new();
-            for item in waiting {
-                self.client.check()?;
-                if !work(&item, &mut bases)? {
-                    again.push(item);
-                }
-            }
-            self.reader.learn(&mut bases)?;
-            waiting = again;
-        }
-        Ok(())
-    }
-
-    /// Lay out what one worker does in one go; whether the base of a patch was not missing.
-    fn small(&self, small: &Small<'_>, bases: &mut Bases) -> Result<bool> {
-        let Small { dir, entry, content, attrs } = *small;
-        let within = self.dirs.open(dir)?;
-        let within = within.as_fd();
-        let path = || dir.path(entry.name);
-        let metadata = self.metadata(entry);
-        let refused = |error| Error::refused("make", error, &path());
-        match entry.body {
-            Body::File { size, content: from } => {
-                let write = |bytes: &[u8]| {
-                    let fd = files::create(self, within, entry.name, &path)?;
-                    files::write_at(fd.as_fd(), bytes, 0, &path)?;
-                    metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)
-                };
-                match from {
-                    Content::Blob(id) if !self.blob(&id, content, size, bases, write)? => return Ok(false),
-                    Content::Blob(_) => {}
-                    _ => write(b"")?,
-                }
-            }
-            Body::Symlink { target } => {
-                rustix::fs::symlinkat(target, within, entry.name).map_err(refused)?;
-                metadata::apply_to_symlink(within, entry.name, &metadata, &path)?;
-            }
-            Body::Fifo => {
-                let owner = Mode::RUSR | Mode::WUSR;
-                rustix::fs::mknodat(within, entry.name, FileType::Fifo, owner, 0).map_err(refused)?;
-                if self.careful {
-                    metadata::chmod(within, entry.name, 0o600).map_err(refused)?;
-                }
-                // Opening a FIFO for reading without waiting never waits.
-                let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let fd = rustix::fs::openat(within, entry.name, flags, Mode::empty()).map_err(refused)?;
-                metadata::apply(self.reader, fd.as_fd(), &metadata, attrs, &path)?;
-            }
-            Body::Directory { .. } => return Err(Error::Internal("a directory is not small".to_owned())),
-        }
-        self.was_made(dir, entry)?;
-        Ok(true)
-    }
-
-    /// Give the bytes of a blob of `size` bytes to `use_it`; whether the base of a patch was not missing.
-    fn blob(
-        &self,
-        id: &Id,
-        location: Option<Location>,
-        size: u64,
-        bases: &mut Bases,
-        use_it: impl FnOnce(&[u8]) -> Result<()>,
-    ) -> Result<bool> {
-        let location = location.ok_or_else(|| missing(id))?;
-        let done = self.reader.with_bases(id, Kind::Blob, location, bases, |_, bytes| {
-            if bytes.len() as u64 != size {
-                return Err(damaged_content("a chunk or file of another length"));
-            }
-            use_it(bytes)
-        })?;
-        if done.is_some() {
-            self.client.done.bytes.fetch_add(size, Ordering::Relaxed);
-        }
-        Ok(done.is_some())
     }
 
     /// Whether an entry is to be made. One that shares its inode with another is linked, now or later.

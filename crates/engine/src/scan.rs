@@ -4,10 +4,13 @@
 //! side by side, sorted by name, and behind their directory. Nothing is opened but directories, and of a directory only
 //! what lies on the file system of the root. A directory that changes while it is listed is listed again.
 
+mod listing;
+
 use crate::error::{Error, Result};
 use crate::format::MAX_TARGET;
 use crate::open::Place;
-use rustix::fs::{AtFlags, FileType, RawDir, Stat};
+use listing::Listing;
+use rustix::fs::{AtFlags, FileType, Stat};
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -356,63 +359,6 @@ impl Scan {
         let found = &mut self.dirs[dir as usize];
         (found.first, found.count) = (first, count);
         Ok(true)
-    }
-}
-
-/// The names of one directory; its memory is used again for the next.
-struct Listing {
-    buffer: Vec<u8>,
-    names: Vec<(u32, u8)>,
-    bytes: Vec<u8>,
-    left: Vec<(Vec<u8>, Left)>,
-}
-
-impl Default for Listing {
-    fn default() -> Listing {
-        Listing {
-            buffer: Vec::with_capacity(32 << 10),
-            names: Vec::new(),
-            bytes: Vec::new(),
-            left: Vec::new(),
-        }
-    }
-}
-
-impl Listing {
-    fn name(&self, index: usize) -> &[u8] {
-        let (start, length) = self.names[index];
-        &self.bytes[start as usize..][..usize::from(length)]
-    }
-
-    /// Read the names of an open directory and sort them. Whether it could be read: one that was removed cannot.
-    fn read(&mut self, directory: BorrowedFd<'_>) -> Result<bool, Errno> {
-        self.names.clear();
-        self.bytes.clear();
-        self.left.clear();
-        self.buffer.clear();
-        let mut entries = RawDir::new(directory, self.buffer.spare_capacity_mut());
-        while let Some(entry) = entries.next() {
-            let name = match &entry {
-                Ok(entry) => entry.file_name().to_bytes(),
-                Err(Errno::NOENT) => return Ok(false),
-                Err(errno) => return Err(*errno),
-            };
-            if name == b"." || name == b".." {
-                continue;
-            }
-            let start = u32::try_from(self.bytes.len()).map_err(|_| Errno::FBIG)?;
-            let Ok(length) = u8::try_from(name.len()) else {
-                self.left.push((name.to_vec(), Left::Name));
-                continue;
-            };
-            self.bytes.extend_from_slice(name);
-            self.names.push((start, length));
-        }
-        let bytes = &self.bytes;
-        let name = |(start, length): (u32, u8)| &bytes[start as usize..][..usize::from(length)];
-        self.names.sort_unstable_by(|a, b| name(*a).cmp(name(*b)));
-        // A name that moves meanwhile may come twice.
-        Ok(self.names.windows(2).all(|pair| name(pair[0]) != name(pair[1])))
     }
 }
 

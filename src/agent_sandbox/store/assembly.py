@@ -184,8 +184,6 @@ class Assembly:
         if parent is None or node is None or isinstance(node, _Directory):
             why = "which is a directory" if not target or node is not None else "which did not come before it"
             raise InvalidRequestError(f"{_text(path)} is a hard link to {_text(target)}, {why}")
-        if tuple(path) == tuple(target):
-            return
         self._linked = True
         if not isinstance(node, _Inode):
             node = _Inode(node, touched=True)

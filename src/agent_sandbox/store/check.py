@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreDamagedError
 from agent_sandbox.store.damage import Damage, Damages, Finder
-from agent_sandbox.store.index import location, translated
+from agent_sandbox.store.index import location
 from agent_sandbox.store.marks import CONFLICT, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind, decode_attrs
@@ -29,6 +29,7 @@ from agent_sandbox.store.packs import pack_name
 from agent_sandbox.store.ports import Location, Progress
 from agent_sandbox.store.records import PACK_HEADER, pack_header
 from agent_sandbox.store.shape import Shapes
+from agent_sandbox.store.sqlite import translated
 from agent_sandbox.store.walk import commit
 
 _BATCH = 512

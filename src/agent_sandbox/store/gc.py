@@ -8,7 +8,7 @@
    has everything below it in the store**: writers do not look below an object that is known. A dead blob has nothing
    below it, so it stays while a patch needs it.
 4. One transaction forgets every dead object and marks packs without life as dead; these are unlinked. So a full disk
-   gets room before anything is copied.
+   gets room before anything is copied; what it takes is room for the index's changed pages.
 5. Pack by pack, what lives is copied to a new pack, synced; one transaction moves the rows and marks the old pack as
    dead; it is unlinked.
 
@@ -23,13 +23,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreFullError
-from agent_sandbox.store.index import location, translated
+from agent_sandbox.store.index import location
 from agent_sandbox.store.marks import CONFLICT, Marks, marks
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind
 from agent_sandbox.store.packs import MAX_PACK, Pack, pack_name
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import MAX_HEADER, decode_header, encode
+from agent_sandbox.store.sqlite import translated
 
 SMALL_PACK = MAX_PACK // 4
 """A pack below this many bytes is small."""

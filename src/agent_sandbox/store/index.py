@@ -8,7 +8,7 @@ The rules
 * One connection reads and one writes, each behind its own mutex: readers see the last committed state and never wait
   for a writer. Transactions begin ``IMMEDIATE``: two writers wait for each other instead of failing half-way.
 * Rows of objects go in sorted by id, so that a large transaction touches each page once.
-* What SQLite says is translated in :func:`translated`; nothing above sees an ``sqlite3.Error``.
+* What SQLite says is translated (``sqlite.py``); nothing above sees an ``sqlite3.Error``.
 * Numbers of packs are never used again (``AUTOINCREMENT``): a process may still hold the old one open.
 
 When changing the schema: it is the stored format. Read "How do I change the stored format" in CONTRIBUTING.md first.
@@ -26,17 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_sandbox.errors import StoreBusyError, StoreDamagedError, StoreError, StoreFullError, StoreVersionError
+from agent_sandbox.errors import StoreDamagedError, StoreVersionError
 from agent_sandbox.store.catalog import NameChanges, Names
 from agent_sandbox.store.ports import Location
 from agent_sandbox.store.records import MAX_RECORD, MIN_HEADER, PACK_HEADER
+from agent_sandbox.store.sqlite import (
+    CACHE_KIB,
+    PAGE_BYTES,
+    allocate_shared_memory,
+    connect,
+    has_small_blocks,
+    translated,
+)
 
 APPLICATION_ID = 0x41534253  # "ASBS"
 VERSION = 1
-PAGE_BYTES = 4_096
-_CACHE_KIB = 16_384
-_WAL_PAGES = 1_024
-"""Pages in the WAL after which SQLite writes them back: 4 MiB."""
 _BATCHES = (1, 16, 128, 512)
 """Numbers of ids in one query: few shapes, so that each is prepared once."""
 _HEADER_BYTES = 100
@@ -101,41 +105,6 @@ class PackRow:
     dead: bool
 
 
-@contextmanager
-def translated(path: Path) -> Iterator[None]:
-    """Turn what SQLite raises into the store's errors. Integrity errors pass: they are answers."""
-    try:
-        yield
-    except sqlite3.IntegrityError:
-        raise
-    except sqlite3.Error as error:
-        raise _translate(path, error) from error
-    except UnicodeDecodeError as error:
-        raise StoreDamagedError(f"a damaged index {path}: text that is not UTF-8") from error
-
-
-def _translate(path: Path, error: sqlite3.Error) -> StoreError:
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-    match code:
-        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_SCHEMA | sqlite3.SQLITE_ERROR:
-            return StoreDamagedError(f"a damaged index {path}: {error}")
-        case sqlite3.SQLITE_FULL:
-            return StoreFullError(f"the disk of {path} is full; make room and try again")
-        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return StoreBusyError(f"the index {path} is held by another process; try again later")
-        case sqlite3.SQLITE_IOERR if _is_full(path):
-            return StoreFullError(f"the disk of {path} is full; make room and try again")
-        case _:
-            return StoreError(f"the index {path} cannot be used: {error}")
-
-
-def _is_full(path: Path) -> bool:
-    try:
-        return os.statvfs(path.parent).f_bavail == 0
-    except OSError:
-        return False
-
-
 class Transaction(NameChanges):
     """One change of the index, begun ``IMMEDIATE``; made by :meth:`Index.transaction`."""
 
@@ -196,12 +165,15 @@ class Index(Names):
         self._wait_seconds = wait_seconds
         self._reading = threading.Lock()
         self._writing = threading.Lock()
+        small = has_small_blocks(path)
         with translated(path):
-            self._reader = _connect(path, wait_seconds)
+            self._reader = connect(path, wait_seconds)
             try:
                 self._check_version()
+                if small:
+                    allocate_shared_memory(path)
                 self._reader.execute("PRAGMA query_only = ON")
-                self._writer = _connect(path, wait_seconds)
+                self._writer = connect(path, wait_seconds)
             except BaseException:
                 self._reader.close()
                 raise
@@ -209,6 +181,7 @@ class Index(Names):
     @classmethod
     def create(cls, path: Path) -> None:
         """Write an empty index to ``path``, which does not exist."""
+        has_small_blocks(path)
         with translated(path):
             connection = sqlite3.connect(path, isolation_level=None)
             try:
@@ -282,10 +255,10 @@ class Index(Names):
         It is SQLite's own temporary one: in memory while it is small, then in an unlinked file where ``SQLITE_TMPDIR``
         or ``TMPDIR`` says, so a store on a full disk can be collected. Errors are the caller's to translate.
         """
-        connection = _connect(self.path, self._wait_seconds)
+        connection = connect(self.path, self._wait_seconds)
         try:
             connection.execute("ATTACH '' AS mark")
-            for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_CACHE_KIB}"):
+            for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{CACHE_KIB}"):
                 connection.execute(f"PRAGMA mark.{pragma}").fetchall()
             yield connection
         finally:
@@ -343,32 +316,6 @@ def _accept(path: Path, application: int, version: int) -> None:
         raise StoreVersionError(f"{path} is no index of a store")
     if version != VERSION:
         raise StoreVersionError(f"the index {path} has version {version}, this program knows {VERSION}; update it")
-
-
-def _connect(path: Path, wait_seconds: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=rw",
-        uri=True,
-        isolation_level=None,
-        check_same_thread=False,
-        timeout=wait_seconds,
-    )
-    try:
-        for pragma in (
-            "synchronous = FULL",
-            "foreign_keys = ON",
-            "trusted_schema = OFF",
-            "cell_size_check = ON",
-            "mmap_size = 0",
-            f"cache_size = -{_CACHE_KIB}",
-            f"wal_autocheckpoint = {_WAL_PAGES}",
-            f"journal_size_limit = {_WAL_PAGES * PAGE_BYTES}",
-        ):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def location(pack: object, offset: object, length: object) -> Location:

@@ -123,6 +123,7 @@ class Pack:
         there, :class:`StoreError` for what else may go wrong."""
         self.number = number
         self.usable = True
+        self._closed = False
         try:
             self._file = files.create(pack_name(number))
         except FileExistsError:
@@ -140,6 +141,7 @@ class Pack:
 
     def append(self, data: bytes | memoryview) -> None:
         """Append whole records."""
+        self._need_open()
         view = memoryview(data)
         try:
             while view:
@@ -153,14 +155,15 @@ class Pack:
 
     def sync(self) -> None:
         """Return when everything appended is on the disk."""
+        self._need_open()
         try:
             self._file.sync()
         except OSError as error:
             raise self._fail(f"sync pack {self.number}", error) from error
 
     def cut(self) -> None:
-        """Give up what no transaction leads to."""
-        if self.size > self.kept:
+        """Give up what no transaction leads to; nothing happens once the pack is closed."""
+        if self.size > self.kept and not self._closed:
             try:
                 self._file.truncate(self.kept)
             except OSError:
@@ -169,10 +172,17 @@ class Pack:
                 self.size = self.kept
 
     def close(self) -> None:
-        """Close the file; it is never appended to again."""
+        """Close the file, once; it is never appended to again."""
         self.usable = False
-        with suppress(OSError):
-            self._file.close()
+        if not self._closed:
+            self._closed = True
+            with suppress(OSError):
+                self._file.close()
+
+    def _need_open(self) -> None:
+        """A closed descriptor's number may be another file's by now."""
+        if self._closed:
+            raise StoreError(f"pack {self.number} has failed or is closed; begin again")
 
     def _fail(self, what: str, error: OSError) -> StoreError:
         self.cut()

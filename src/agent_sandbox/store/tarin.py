@@ -24,12 +24,10 @@ from agent_sandbox.store import chunks
 from agent_sandbox.store.assembly import Assembly
 from agent_sandbox.store.content import Keeper, keep_tree
 from agent_sandbox.store.objects import (
-    MAX_CANONICAL,
     MAX_CHUNK,
     MAX_NAME,
     MAX_OWNER,
     MAX_TARGET,
-    MAX_VALUE,
     SMALL_FILE,
     SYMLINK_MODE,
     Entry,
@@ -218,16 +216,14 @@ class Intake:
         attributes = sorted(member.attributes.items())
         if not attributes:
             return None
-        if all(5 < len(name) <= MAX_NAME and len(value) <= MAX_VALUE for name, value in attributes):
-            if any(b"\0" in name for name, _ in attributes):
-                raise InvalidRequestError(f"{shown(member.path)} has an attribute with NUL in its name")
-            if sum(len(name) + len(value) for name, value in attributes) <= MAX_CANONICAL[Kind.ATTRS]:
-                try:
-                    return self._writer.put(Kind.ATTRS, encode_attrs(attributes))
-                except ValueError:  # with their lengths they are too large
-                    pass
-        self.leave(path, Left.ATTRIBUTES)
-        return None
+        if any(b"\0" in name for name, _ in attributes):
+            raise InvalidRequestError(f"{shown(member.path)} has an attribute with NUL in its name")
+        try:
+            canonical = encode_attrs(attributes)
+        except ValueError:
+            self.leave(path, Left.ATTRIBUTES)
+            return None
+        return self._writer.put(Kind.ATTRS, canonical)
 
     # ---- content ---------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ Strategy
   comes after them is read to the end and ignored.
 * Every fault is an :class:`InvalidRequestError`. Names, links and times are bytes and numbers as they stand; what may
   be in a workspace is for the caller to judge.
+
+A little above the usual length: the state of one reader, with the four forms of a file with holes.
 """
 
 from __future__ import annotations

@@ -183,3 +183,13 @@ def keep(database: ObjectDatabase, tree: Tree, name: str = "main", *, message: s
             elif commit != head.head:
                 assert change.move_ref("p", name, commit, expected=head.head)
     return commit
+
+
+def put(database: ObjectDatabase, *blobs: bytes, base: bytes | None = None) -> list[bytes]:
+    """Keep blobs that nothing leads to, as patches of ``base`` where that is smaller, and return their ids."""
+    with database.writer() as writer:
+        ids = [writer.put(Kind.BLOB, blob, base) for blob in blobs]
+        writer.seal()
+        with database.transaction(writer):
+            pass
+    return ids

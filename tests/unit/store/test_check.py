@@ -1,4 +1,7 @@
-"""check: what is damaged is found, all of it, with the names and paths that lead there."""
+"""check: what is damaged is found, all of it, with the names and paths that lead there.
+
+More than 400 lines: a list of cases, each of which reads alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""gc: what goes, what stays, what it leaves when it is cut short."""
+"""gc: what goes, what stays, what it leaves when it is cut short.
+
+More than 400 lines: a list of cases, each of which reads alone.
+"""
 
 from __future__ import annotations
 

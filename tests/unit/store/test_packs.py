@@ -27,8 +27,10 @@ class Faulty:
         self.sync_error: int | None = None
         self.truncate_error: int | None = None
         self.syncs = 0
+        self.closed = 0
 
     def write(self, data: bytes | memoryview, offset: int) -> int:
+        assert not self.closed
         if self.write_error is not None and self.most == 0:
             raise OSError(self.write_error, os.strerror(self.write_error))
         taken = self.file.write(memoryview(data)[: self.most], offset)
@@ -37,17 +39,20 @@ class Faulty:
         return taken
 
     def sync(self) -> None:
+        assert not self.closed
         self.syncs += 1
         if self.sync_error is not None:
             raise OSError(self.sync_error, os.strerror(self.sync_error))
         self.file.sync()
 
     def truncate(self, size: int) -> None:
+        assert not self.closed
         if self.truncate_error is not None:
             raise OSError(self.truncate_error, os.strerror(self.truncate_error))
         self.file.truncate(size)
 
     def close(self) -> None:
+        self.closed += 1
         self.file.close()
 
 
@@ -152,6 +157,25 @@ def test_failed_sync_ends_the_pack_and_is_not_asked_again(files: FaultyFiles, tm
     assert not pack.usable
     assert files.made[0].syncs == 2
     assert (tmp_path / pack_name(1)).stat().st_size == 32
+
+
+@pytest.mark.parametrize("truncate_error", [None, errno.EIO])
+def test_failed_pack_is_closed_once_and_its_descriptor_never_used_again(
+    files: FaultyFiles, truncate_error: int | None
+) -> None:
+    """Its number may be another file's by then."""
+    pack = Pack(files, STORE, 1)
+    file = files.made[0]
+    file.write_error, file.most, file.truncate_error = errno.EIO, 5, truncate_error
+    with pytest.raises(StoreError):
+        pack.append(b"too much")
+    pack.cut()
+    pack.close()
+    with pytest.raises(StoreError, match="begin again"):
+        pack.append(b"more")
+    with pytest.raises(StoreError, match="begin again"):
+        pack.sync()
+    assert file.closed == 1
 
 
 def test_cut_gives_up_only_what_no_transaction_leads_to(files: FaultyFiles, tmp_path: Path) -> None:

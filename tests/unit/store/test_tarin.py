@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from agent_sandbox.errors import InvalidRequestError, PayloadTooLargeError
-from agent_sandbox.store import walk
+from agent_sandbox.store import tarin, walk
 from agent_sandbox.store.objects import Type, encode_root, link_id
 from agent_sandbox.store.outcomes import Left, LeftOut
 from agent_sandbox.store.ports import Captured, Options
@@ -36,9 +36,9 @@ random = settings(max_examples=40, deadline=None, suppress_health_check=list(Hea
 REFERENCE = ReferenceEngine()
 
 
-def load(archive: bytes, store: MemoryObjects | None = None, **options: bool) -> tuple[MemoryObjects, Captured]:
+def load(archive: bytes, store: MemoryObjects | None = None, *, owners: bool = False) -> tuple[MemoryObjects, Captured]:
     store = store or MemoryObjects()
-    return store, read_tar(io.BytesIO(archive), store, store, options=Options(**options))
+    return store, read_tar(io.BytesIO(archive), store, store, options=Options(owners=owners))
 
 
 def found(archive: bytes) -> dict[str, str]:
@@ -285,6 +285,8 @@ def test_names_and_targets_of_the_greatest_length_are_kept() -> None:
 def test_a_path_that_was_left_out_may_come_again() -> None:
     archive = raw(b"a", b"3") + raw(b"a", data=b"x") + raw(b"b", b"1", link=b"a") + END
     assert found(archive) == {"a": "x", "b": "x"}
+    archive = raw(b"a", b"3") + raw(b"b", data=b"x") + raw(b"a", b"1", link=b"b") + raw(b"c", b"1", link=b"a") + END
+    assert found(archive) == {"a": "x", "b": "x", "c": "x"}
 
 
 @pytest.mark.parametrize(
@@ -403,6 +405,18 @@ def test_what_replaces_the_base_is_kept_as_patches() -> None:
     assert load(archive(b"change"))[1].root == second.root
     again = read_tar(io.BytesIO(archive(b"change")), store, store, base=second.root)
     assert (again.root, again.report.stored) == (second.root, 0)
+
+
+def test_the_search_for_what_is_replaced_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stored(lookups: int) -> int:
+        monkeypatch.setattr(tarin, "MAX_LOOKUPS", lookups)
+        noise = os.urandom(20_000)
+        store, first = load(raw(b"d/a", data=noise) + END)
+        second = read_tar(io.BytesIO(raw(b"d/a", data=noise + b"x") + END), store, store, base=first.root)
+        return second.report.stored
+
+    assert stored(1) < 1_000
+    assert stored(0) > 20_000
 
 
 def test_a_damaged_base_means_no_patch() -> None:

@@ -185,6 +185,7 @@ impl<'a> Worker<'a> {
             arena.truncate(at);
             self.dispatch(arena, ends, offset, assembly)?;
             offset += at as u64;
+            self.tell(at as u64);
         }
         Ok(true)
     }

@@ -10,6 +10,7 @@ use super::past::{OldChunks, OldFile};
 use super::worker::{Trouble, Worker, data, fill, hole};
 use crate::chunk::{self, cut};
 use crate::format::{Extent, Kind, Time};
+use crate::host::Client;
 use crate::open::Place;
 use rustix::fs::FileType;
 use rustix::io::Errno;
@@ -28,6 +29,7 @@ const AHEAD: u64 = 2;
 
 /// Two files side by side.
 struct Pair<'f> {
+    client: &'f Client,
     new: BorrowedFd<'f>,
     old: BorrowedFd<'f>,
     blocks: [Vec<u8>; 2],
@@ -40,7 +42,8 @@ type Blocks<'p> = (&'p [u8], &'p [u8]);
 
 impl Pair<'_> {
     /// Read `length` bytes of both; `None` when one of them ends before.
-    fn load(&mut self, new: u64, old: u64, length: usize) -> Result<Option<Blocks<'_>>, Errno> {
+    fn load(&mut self, new: u64, old: u64, length: usize) -> Result<Option<Blocks<'_>>, Trouble> {
+        self.client.check()?;
         let [left, right] = &mut self.blocks;
         left.resize(length.max(left.len()), 0);
         right.resize(length.max(right.len()), 0);
@@ -51,7 +54,7 @@ impl Pair<'_> {
     }
 
     /// The first offset in `from..to` at which the files differ, or `to`; `None` when one of them ends before.
-    fn difference(&mut self, from: u64, to: u64) -> Result<Option<u64>, Errno> {
+    fn difference(&mut self, from: u64, to: u64) -> Result<Option<u64>, Trouble> {
         let (mut at, mut block) = (from, FIRST_BLOCK);
         while at < to {
             let length = block.min((to - at) as usize);
@@ -67,7 +70,7 @@ impl Pair<'_> {
     }
 
     /// How many bytes at the ends of the files are the same, at most `most`; `None` when one of them ends before.
-    fn tail(&mut self, new_size: u64, old_size: u64, most: u64) -> Result<Option<u64>, Errno> {
+    fn tail(&mut self, new_size: u64, old_size: u64, most: u64) -> Result<Option<u64>, Trouble> {
         let (mut same, mut block) = (0, FIRST_BLOCK);
         while same < most {
             let length = block.min((most - same) as usize);
@@ -147,7 +150,13 @@ impl<'a> Worker<'a> {
         let (Some(place), Some(chunks)) = (self.shared.lower, assembly.old.clone()) else { return Ok(false) };
         let Some(lower) = open(place, above, self.shared.scan.name(node), old) else { return Ok(false) };
         let Some(runs) = runs(file, size)? else { return Ok(false) };
-        let mut pair = Pair { new: file, old: lower.as_fd(), blocks: [Vec::new(), Vec::new()], read: 0 };
+        let mut pair = Pair {
+            client: self.shared.client,
+            new: file,
+            old: lower.as_fd(),
+            blocks: [Vec::new(), Vec::new()],
+            read: 0,
+        };
         let same = size == old.size && runs.iter().copied().eq(old_runs(&chunks));
         let done = if same {
             self.in_place(&mut pair, &runs, size, &chunks, assembly)

@@ -10,11 +10,12 @@ use crate::open::Place;
 use crate::read::Reader;
 use crate::scan::{Scan, State, TRIES, changed, failed};
 use crate::sink::{Batch, Collector, Outlet, Seen, Storer};
-use crossbeam_channel::{Receiver, Sender, select_biased};
+use crossbeam_channel::{Receiver, Sender, bounded, select_biased, unbounded};
 use rustix::fs::{FileType, SeekFrom, Stat};
 use rustix::io::Errno;
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What all workers of one capture share.
@@ -81,18 +82,69 @@ impl About {
 /// The files of one task, read or left; or what ended the work.
 pub type Answer = Result<Vec<Outcome>>;
 
+/// Run `coordinate` beside workers that do its tasks. Returns how many bytes of files they read, and its answer.
+pub fn with_workers<R>(
+    threads: usize,
+    shared: &Shared<'_>,
+    coordinate: impl FnOnce(&Sender<Task>, &Receiver<Answer>) -> Result<R>,
+) -> Result<(u64, R)> {
+    let (tasks, waiting) = bounded::<Task>(4 * threads);
+    let (answers, answered) = unbounded::<Answer>();
+    let segments = bounded(2 * threads);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads)
+            .map(|_| {
+                let (waiting, answers, segments) = (waiting.clone(), answers.clone(), segments.clone());
+                scope.spawn(move || {
+                    let run = || Worker::new(shared, segments).run(&waiting, &answers);
+                    let done = catch_unwind(AssertUnwindSafe(run))
+                        .unwrap_or_else(|panic| Err(Error::panicked(panic.as_ref())));
+                    if done.is_err() {
+                        shared.client.stop();
+                    }
+                    done.map_err(|error| {
+                        let _ = answers.send(Err(error));
+                        Error::Stopped
+                    })
+                })
+            })
+            .collect();
+        drop((waiting, answers));
+        let coordinated = coordinate(&tasks, &answered);
+        if coordinated.is_err() {
+            shared.client.stop();
+        }
+        drop(tasks);
+        let read: Vec<_> =
+            workers.into_iter().map(|worker| worker.join().unwrap_or(Err(Error::Stopped))).collect();
+        // The first that is no consequence of another: of the coordinator, or what a worker said behind its back.
+        let told = |error: &Error| !matches!(error, Error::Stopped);
+        let done = match coordinated {
+            Err(error) if told(&error) => return Err(error),
+            coordinated => coordinated,
+        };
+        if let Some(error) = answered.try_iter().filter_map(Result::err).find(told) {
+            return Err(error);
+        }
+        let read = read.into_iter().sum::<Result<u64>>()?;
+        Ok((read, done?))
+    })
+}
+
 pub struct Worker<'a> {
     pub shared: &'a Shared<'a>,
     pub collector: Collector<'a, Storer<'a>>,
     pub segments: (Sender<Segment<'a>>, Receiver<Segment<'a>>),
     /// Bytes of files that were read, every attempt counted.
     pub read: u64,
+    /// Bytes of the file that is being read that count as done.
+    told: u64,
 }
 
 impl<'a> Worker<'a> {
     pub fn new(shared: &'a Shared<'a>, segments: (Sender<Segment<'a>>, Receiver<Segment<'a>>)) -> Worker<'a> {
         let storer = Storer::new(shared.client.clone(), shared.reader);
-        Worker { shared, collector: Collector::new(shared.seen, storer), segments, read: 0 }
+        Worker { shared, collector: Collector::new(shared.seen, storer), segments, read: 0, told: 0 }
     }
 
     /// Work until there are no more tasks; returns how many bytes of files were read.
@@ -136,13 +188,19 @@ impl<'a> Worker<'a> {
         let mut outcomes = Vec::with_capacity(files.len());
         for (node, old) in files {
             self.shared.client.check()?;
+            self.told = 0;
             let file = self.file(&opened, *node, old.as_ref(), &path)?;
-            let done = &self.shared.client.done;
-            done.files.fetch_add(1, Ordering::Relaxed);
-            done.bytes.fetch_add(scan.nodes[*node as usize].state.size, Ordering::Relaxed);
+            self.shared.client.done.files.fetch_add(1, Ordering::Relaxed);
+            self.tell(scan.nodes[*node as usize].state.size.saturating_sub(self.told));
             outcomes.push(Outcome { node: *node, file });
         }
         Ok(outcomes)
+    }
+
+    /// Count bytes of the file that is being read as done.
+    pub fn tell(&mut self, bytes: u64) {
+        self.told += bytes;
+        self.shared.client.done.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Read one file; `None` when this process may not.

@@ -1,7 +1,7 @@
 //! States made by hand, good and bad, laid out under real directories and looked at by system calls alone.
 
 use super::*;
-use crate::format::{Extent, Link, Owner, Page, PageChild, Time, TreeChild, encode_attrs, encode_tree};
+use crate::format::{Extent, Kind, Link, Owner, Page, PageChild, Time, TreeChild, encode_attrs, encode_tree};
 use crate::testing::{MemoryStore, Scratch, noise, plain};
 use rustix::fs::{SeekFrom, Stat};
 use std::fs::File;

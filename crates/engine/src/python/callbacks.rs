@@ -6,7 +6,7 @@ use crate::host::{Done, Host, Records};
 use crate::read::Location;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// What a capture writes to.
 pub struct PyWriter {
@@ -100,12 +100,16 @@ impl Host for PyHost {
         Python::attach(|py| -> PyResult<()> {
             py.check_signals()?;
             if let Some(progress) = &self.progress {
-                let count = |value: &std::sync::atomic::AtomicU64| value.load(Ordering::Relaxed);
+                let count = |value: &AtomicU64| value.load(Ordering::Relaxed);
+                let (files, bytes) = (count(&done.files_in_all), count(&done.bytes_in_all));
+                // What is read twice, or grew, is no progress beyond what was seen first.
+                let most =
+                    |value: &AtomicU64, all: u64| if all > 0 { count(value).min(all) } else { count(value) };
                 progress.bind(py).call1((
-                    count(&done.files),
-                    count(&done.files_in_all),
-                    count(&done.bytes),
-                    count(&done.bytes_in_all),
+                    most(&done.files, files),
+                    files,
+                    most(&done.bytes, bytes),
+                    bytes,
                 ))?;
             }
             Ok(())
