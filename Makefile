@@ -82,7 +82,7 @@ test: setup $(STAMPS)/test-tools ## Run every test: Rust, Python, and those on t
 	$(SUDO) $(BIN)/python -m pytest
 
 .PHONY: test-fast
-test-fast: setup ## Run the Python tests that need neither root nor a runtime
+test-fast: setup $(STAMPS)/test-tools ## Run the Python tests that need neither root nor a runtime
 	$(BIN)/python -m pytest -m "not real"
 
 FUZZ_SECONDS ?= 30
@@ -93,12 +93,19 @@ fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_S
 	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 	$(BIN)/python -m tests.fuzz.store --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	cargo run --locked --quiet --release --package agent-sandbox-engine --example fuzz-store -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 KILLS ?= 100
 
 .PHONY: test-kills
 test-kills: setup ## Kill the server KILLS (100) times under load and look what is lost or left (root); test has a slice
 	$(SUDO) $(BIN)/python -m tests.kills --kills $(KILLS)
+
+HISTORIES ?= 500
+
+.PHONY: test-histories
+test-histories: setup ## Compare whole workspaces over HISTORIES (500) random histories (root); test has three
+	$(SUDO) env HISTORIES=$(HISTORIES) $(BIN)/python -m pytest -q tests/e2e/test_histories.py
 
 STORE_KILLS ?= 1000
 
