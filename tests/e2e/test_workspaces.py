@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from agent_sandbox.client import Sandbox
+from agent_sandbox.errors import PayloadTooLargeError
 from agent_sandbox.store import Store
 from tests.e2e.serving import Served, serving
 
@@ -169,3 +170,19 @@ def turn_into_a_file(data: pathlib.Path, id: str) -> None:
         record |= {"version": 1, "digest": digest, "stored_bytes": len(stored)}
         connection.execute("UPDATE snapshots SET record = ? WHERE id = ?", (json.dumps(record), id))
     connection.close()
+
+
+def test_the_limit_of_a_snapshot_counts_what_files_hold(tmp_path: pathlib.Path) -> None:
+    with (
+        serving(tmp_path / "data", max_snapshot_bytes="1000000") as server,
+        server.client() as client,
+        client.create(disk_mb=64) as sandbox,
+    ):
+        sandbox.exec("truncate -s 1T sparse; echo x >> sparse")
+        assert sandbox.snapshot().size_bytes < 10_000
+        sandbox.exec("head -c 2000000 /dev/urandom > big")
+        with pytest.raises(PayloadTooLargeError):
+            sandbox.snapshot()
+        sandbox.exec("rm big; echo y > small")
+        with client.fork(sandbox.snapshot()) as fork:
+            assert fork.exec("ls; stat -c %s sparse; cat small").stdout == "small\nsparse\n1099511627778\ny\n"

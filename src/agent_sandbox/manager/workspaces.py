@@ -354,17 +354,19 @@ class Workspaces:
         """Commit a held workspace to what ``branch`` gives, and ``keep`` the commit before anything else happens."""
         given_up = threading.Event()
 
-        def progress(_: int, __: int, ___: int, size: int) -> None:
-            if size > limit:
-                raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
+        def progress(*_: int) -> None:
             if given_up.is_set() or self._stopping.is_set():
                 raise BackendError("the snapshot was given up")
 
         def commit() -> Taken:
-            result = self._opened().commit(branch(), Path(held.path), fresh=held.mapped, progress=progress)
+            store, where = self._opened(), branch()
+            before = store.resolve(where)
+            result = store.commit(where, Path(held.path), fresh=held.mapped, progress=progress)
             if isinstance(result, HeadMoved):
                 raise BackendError("two snapshots of one sandbox were taken at once")
-            if result.report.bytes > limit:
+            if result.report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
+                store.reset(where, before.hex())
+                self._garbage = True
                 raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
             taken = Taken(result.commit.hex(), result.report)
             keep(taken)
