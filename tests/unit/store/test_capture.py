@@ -265,7 +265,7 @@ def test_a_fifo_is_never_opened(engine: Engine) -> None:
         time.sleep(0.05)
         store = memory(place)
         root = capture(engine, place / "tree", store).root
-        assert not let_in.is_set()
+        assert not let_in.wait(0.1)
         reader = os.open(place / "tree" / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         writer.join()
         os.close(reader)
