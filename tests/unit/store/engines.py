@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +106,26 @@ def unprivileged(*owned: Path) -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
+
+
+@contextmanager
+def let_in(fifo: Path) -> Iterator[threading.Event]:
+    """Let a thread wait in opening a FIFO for writing; the event is set when somebody opened it for reading."""
+    opened_by_somebody = threading.Event()
+
+    def write() -> None:
+        os.close(os.open(fifo, os.O_WRONLY))
+        opened_by_somebody.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    time.sleep(0.05)
+    try:
+        yield opened_by_somebody
+    finally:
+        reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join(10)
+        os.close(reader)
 
 
 def memory(place: Path) -> MemoryObjects:

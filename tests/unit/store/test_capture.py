@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import pytest
 
 from agent_sandbox.errors import ForbiddenError, InvalidRequestError, SandboxError
 from agent_sandbox.store import walk
+from agent_sandbox.store.chunks import cuts
 from agent_sandbox.store.objects import Entry, Extent, Kind, Type, link_id
 from agent_sandbox.store.oserrors import MEANINGS, failure, shown
 from agent_sandbox.store.outcomes import Left, LeftOut
 from agent_sandbox.store.ports import Engine, Options
-from tests.unit.store.engines import capture, checkout, each_engine, memory, opened, state, unprivileged
+from tests.unit.store.engines import capture, checkout, each_engine, let_in, memory, opened, state, unprivileged
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.trees import scratch, state_of
 
@@ -56,6 +56,23 @@ def test_the_form_of_a_file_follows_its_size(engine: Engine, size: int, form: st
         file = entry_of(store, capture(engine, place / "tree", store).root, b"file")
         assert (file.size, file.content is None, file.paged) == (size, form == "empty", form == "pages")
         assert b"".join(walk.data(store, file)) == data
+
+
+@each_engine
+def test_each_run_of_data_is_cut_as_the_page_says(engine: Engine) -> None:
+    # More than is in memory at once, so that cuts could go wrong where one part ends.
+    with scratch() as place:
+        (place / "tree").mkdir()
+        runs = [os.urandom(5 << 19), os.urandom(3 << 19)]
+        file = os.open(place / "tree" / "file", os.O_WRONLY | os.O_CREAT)
+        os.pwrite(file, runs[0], 0)
+        os.pwrite(file, runs[1], 5 << 20)
+        os.close(file)
+        store = memory(place)
+        entry = entry_of(store, capture(engine, place / "tree", store).root, b"file")
+        first, second = ([end - start for start, end in cuts(run)] for run in runs)
+        expected = [*first, (5 << 20) - (5 << 19), *second]
+        assert [extent.length for extent in walk.extents(store, entry)] == expected
 
 
 @each_engine
@@ -254,21 +271,10 @@ def test_a_fifo_is_never_opened(engine: Engine) -> None:
     with scratch() as place:
         (place / "tree").mkdir()
         os.mkfifo(place / "tree" / "pipe")
-        let_in = threading.Event()
-
-        def write() -> None:
-            os.close(os.open(place / "tree" / "pipe", os.O_WRONLY))  # blocks until somebody opens it for reading
-            let_in.set()
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        time.sleep(0.05)
         store = memory(place)
-        root = capture(engine, place / "tree", store).root
-        assert not let_in.wait(0.1)
-        reader = os.open(place / "tree" / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-        writer.join()
-        os.close(reader)
+        with let_in(place / "tree" / "pipe") as opened_by_somebody:
+            root = capture(engine, place / "tree", store).root
+            assert not opened_by_somebody.wait(0.1)
         assert entry_of(store, root, b"pipe").type is Type.FIFO
 
 

@@ -66,7 +66,7 @@ def tmpfs(at: Path, options: str) -> Iterator[Path]:
 
 @pytest.mark.real
 @each_engine
-@pytest.mark.parametrize("mask", [0o022, 0o777, 0])
+@pytest.mark.parametrize("mask", [0o022, 0o277, 0o777, 0])
 def test_an_unprivileged_user_can_lay_out_what_is_locked(engine: Engine, mask: int) -> None:
     # Root gives its rights up for it, and then looks at what that user has locked.
     with scratch() as place:

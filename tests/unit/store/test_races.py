@@ -6,9 +6,8 @@ import os
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from agent_sandbox.store.objects import Entry, Kind, Type, identity
 from agent_sandbox.store.ports import Engine, Location
 from agent_sandbox.store.reference import ReferenceEngine
 from agent_sandbox.store.statcache import HEADER
-from tests.unit.store.engines import capture, checkout, each_engine, memory, opened, state
+from tests.unit.store.engines import capture, checkout, each_engine, let_in, memory, opened, state
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.trees import scratch
 
@@ -177,27 +176,18 @@ def test_a_fifo_that_takes_the_place_of_a_file_is_not_opened() -> None:
         for name in ("a", "b"):
             (tree / name).write_text(name)
         store = meddler(place)
-        let_in = threading.Event()
+        with ExitStack() as stack:
+            waiting: list[threading.Event] = []
 
-        def write() -> None:
-            os.close(os.open(tree / "b", os.O_WRONLY))  # blocks until somebody opens it for reading
-            let_in.set()
+            def meddle(number: int) -> None:
+                if number == 0:
+                    (tree / "b").unlink()
+                    os.mkfifo(tree / "b")
+                    waiting.append(stack.enter_context(let_in(tree / "b")))
 
-        writer = threading.Thread(target=write)
-
-        def meddle(number: int) -> None:
-            if number == 0:
-                (tree / "b").unlink()
-                os.mkfifo(tree / "b")
-                writer.start()
-                time.sleep(0.05)
-
-        store.meddle = meddle
-        capture(REFERENCE, tree, store)
-        assert not let_in.wait(0.1)
-        reader = os.open(tree / "b", os.O_RDONLY | os.O_NONBLOCK)
-        writer.join()
-        os.close(reader)
+            store.meddle = meddle
+            capture(REFERENCE, tree, store)
+            assert not waiting[0].wait(0.1)
 
 
 def test_a_file_that_keeps_changing_is_a_conflict_that_names_it() -> None:
