@@ -1,4 +1,7 @@
-"""Trees that change while they are read or made: a conflict or a true state, and never anything from outside."""
+"""Trees that change while they are read or made: a conflict or a true state, and never anything from outside.
+
+More than 400 lines: each moment at which something can change needs a tree and a change of its own.
+"""
 
 from __future__ import annotations
 
