@@ -51,23 +51,53 @@ def parse_status(text: str) -> dict[str, str]:
 
 
 def has_shared_map(processes: Iterable[int]) -> bool:
-    """Whether one of the processes has a file mapped shared and writable; when in doubt, True.
+    """Whether one of the processes has a file mapped shared and may write there; when in doubt, True.
 
-    A second store through such a map changes bytes but no time of the file (mmap(2) promises no more).
+    A second store through such a map changes bytes but no time of the file (mmap(2) promises no more). That holds also
+    when the map cannot be written just now: mprotect(2) gives a page that is dirty its right to be written back without
+    telling the file system.
     """
-    for pid in processes:
+    return any(_has_shared_map(pid) for pid in processes)
+
+
+def _has_shared_map(pid: int) -> bool:
+    """The threads of a process share its maps, but one that has ended shows none: its first one may be such."""
+    try:
+        threads = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda thread: int(thread.name) != pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    for thread in threads:
         try:
-            with Path(f"/proc/{pid}/maps").open("rb") as file:
-                for line in file:
-                    fields = line.split(None, 5)
-                    if len(fields) < 6 or fields[1][1:2] != b"w" or fields[1][3:4] != b"s":
-                        continue
-                    if not fields[5].startswith(_NO_FILES):
-                        return True
+            with (thread / "maps").open("rb") as file:
+                first = file.readline()
+                shared = [line for line in (first, *file) if _is_shared_file(line)]
+            if any(line.split(None, 2)[1][1:2] == b"w" for line in shared):
+                return True
+            if shared:
+                return _may_become_writable(thread)
+            if first:
+                return False
         except (FileNotFoundError, ProcessLookupError):
             continue
         except OSError:
             return True
+    return False
+
+
+def _is_shared_file(line: bytes) -> bool:
+    fields = line.split(None, 5)
+    return len(fields) == 6 and fields[1][3:4] == b"s" and not fields[5].startswith(_NO_FILES)
+
+
+def _may_become_writable(thread: Path) -> bool:
+    """Whether a shared map of a file was made through a descriptor for writing: only then the flag ``sh`` is there."""
+    shared = False
+    with (thread / "smaps").open("rb") as file:
+        for line in file:
+            if b"-" in line.split(None, 1)[0]:
+                shared = _is_shared_file(line)
+            elif shared and line.startswith(b"VmFlags:") and b"sh" in line.split():
+                return True
     return False
 
 
