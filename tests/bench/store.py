@@ -49,13 +49,24 @@ def run(argv: list[str], *, cwd: Path | None = None, env: dict[str, str] | None 
     with tempfile.TemporaryFile() as output:
         started = time.perf_counter()
         process = subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        peak = 0
+        while process.poll() is None:  # ru_maxrss would begin at this process's own size: getrusage(2), fork, execve
+            peak = max(peak, _high_water(process.pid))
+            time.sleep(0.005)
         seconds = time.perf_counter() - started
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"{' '.join(argv)} ended with {process.returncode}: {output.read()[-2_000:].decode()}")
-    return seconds, usage.ru_maxrss * 1024
+    return seconds, peak
+
+
+def _high_water(pid: int) -> int:
+    """The most memory that a process has had resident, in bytes (proc_pid_status(5))."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
 def size_of(path: Path) -> int:
