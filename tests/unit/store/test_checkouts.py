@@ -221,3 +221,20 @@ def test_nothing_goes_when_it_is_unknown_what_is_used(place: Place) -> None:
     with pytest.raises(StoreError):
         place.cache.tidy()
     assert layer.exists()
+
+
+def test_a_state_as_deep_as_one_may_be_is_measured_and_evicted(place: Place) -> None:
+    """A thousand directories inside each other: as many as Python has frames, and more than a path may be long."""
+    here = os.open(place.tree, os.O_RDONLY)
+    for _ in range(999):
+        os.mkdir("n" * 200, dir_fd=here)
+        below = os.open("n" * 200, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    place.layers(place.commit())
+    assert place.cache.tidy() == 0
+    assert place.cache.size() > 999 * 4_096
+    place.cache = place.open(max_bytes=0)
+    assert place.cache.tidy() == 1
+    assert place.names() == []
