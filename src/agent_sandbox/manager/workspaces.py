@@ -78,6 +78,14 @@ class Taken:
         return tuple((os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED])
 
 
+@dataclass(frozen=True)
+class Aside:
+    """A state that is kept for the moment: ``branch`` names it, and may be moved."""
+
+    branch: str
+    taken: Taken
+
+
 class Workspaces:
     """The store and the checkouts of one DATA_DIR. ``in_use`` gives the layers that environments stand on."""
 
@@ -207,6 +215,10 @@ class Workspaces:
         """Do ``work`` with the store in a thread. It is seen through, so it must be bounded in time."""
         return await self._run(lambda: work(self._opened()))
 
+    async def pin(self, snapshot_id: str, commit: str) -> None:
+        """Keep a state under a snapshot's id, as :meth:`take` does."""
+        await self.ask(lambda store: store.pin(snapshot_id, commit))
+
     async def head(self, sandbox_id: str) -> str | None:
         """Give the state that a sandbox was last kept as or put back to; None where neither happened yet."""
 
@@ -216,7 +228,7 @@ class Workspaces:
         return await self.ask(head)
 
     @asynccontextmanager
-    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[str]:
+    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[Aside]:
         """Keep a held workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
 
         ``base`` is the state that it came from.
@@ -233,8 +245,7 @@ class Workspaces:
                 self._opened().delete(name)
 
         try:
-            taken = await self._capture(begin, held, limit, lambda _: None)
-            yield taken.commit
+            yield Aside(name, await self._capture(begin, held, limit, lambda _: None))
         finally:
             await uninterrupted(self._run(end))
 
