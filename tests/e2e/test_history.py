@@ -66,7 +66,10 @@ CHANGED = [
 
 
 def make_two_states(sandbox: Sandbox) -> None:
-    run(sandbox, "printf 'one\\ntwo\\n' > text; echo gon > gone; echo kept > kept; mkdir d; printf x > d/in; mkdir e")
+    run(
+        sandbox,
+        "printf 'one\\ntwo\\n' > text; printf 'g\\tn\\n' > gone; echo kept > kept; mkdir d; printf x > d/in; mkdir e",
+    )
 
 
 def change(sandbox: Sandbox) -> None:
@@ -88,13 +91,14 @@ def test_two_snapshots_are_compared(server: Served, client: SandboxClient, sandb
     found = client.diff(before, after, text=True)
     texts = {item.path: item.text for item in found.changes}
     assert texts["/workspace/text"] == "--- a/text\n+++ b/text\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
-    assert texts["/workspace/gone"] == "--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n-gon\n"
+    assert texts["/workspace/gone"] == "--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n-g\tn\n"
     assert texts["/workspace/kept"] == ""
     assert client.diff(before, after).changes[0].text is None
     short = client.diff(before, after, limit=2)
     assert ([item.path for item in short.changes], short.truncated) == ([path for path, *_ in CHANGED[:2]], True)
     shown = cli(server, "diff", before.id, after.id, "--text").stdout.decode()
     assert "M /workspace/text  (8 B → 10 B)\n--- a/text\n" in shown
+    assert "\n-g\tn\n" in shown
     assert "A /workspace/by\\udcffte  (1 B)\n" in shown
     listed = json.loads(cli(server, "diff", before.id, after.id, "--json").stdout)
     assert [item["path"] for item in listed["changes"]] == [path for path, *_ in CHANGED]

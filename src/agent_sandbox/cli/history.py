@@ -126,7 +126,7 @@ def _show(found: ChangeList, as_json: bool) -> None:
     for change in found.changes:
         output.line(f"{MARKS.get(change.kind, '?')} {change.path}{_sizes(change)}")
         for line in (change.text or "").split("\n")[:-1]:
-            output.line(line)
+            print("\t".join(map(output.plain, line.split("\t"))))  # tabs are text's own, and patch needs them
     if found.truncated:
         output.note(f"there is more than these {len(found.changes)}: --limit shows up to 10000")
     if found.text_truncated:
