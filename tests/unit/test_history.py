@@ -7,6 +7,7 @@ import http.client
 import io
 import os
 import tarfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -147,6 +148,32 @@ async def test_a_state_aside_leaves_no_name(kept: Workspaces, tree: Path) -> Non
     with pytest.raises(InvalidRequestError):
         async with kept.aside("sb1", "no state", held, 1 << 20):
             raise AssertionError("it began nowhere")
+
+
+async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
+    kept: Workspaces, tree: Path, tmp_path: Path
+) -> None:
+    async def in_use() -> set[str]:
+        return set()
+
+    held = HeldWorkspace(str(tree), False)
+    (tree / "f").write_text("1")
+    commit = (await kept.take("sb1", "snap1", None, held, 1 << 20)).commit
+    async with kept.aside("sb1", commit, held, 1 << 20):
+        later = Workspaces(tmp_path / "data", 1 << 30, in_use)
+        await later.start(("snap1",), ("sb1",))
+        assert {ref.name for ref in await later.ask(lambda store: list(store.refs(PROJECT)))} == {"main", "sb1"}
+        await later.close()
+
+
+async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> None:
+    ended = threading.Event()
+    busy = [asyncio.ensure_future(kept.study(lambda _: ended.wait(30))) for _ in range(9)]
+    await kept.take("sb1", "snap1", None, HeldWorkspace(str(tree), False), 1 << 20)
+    assert not ended.is_set()
+    assert not any(one.done() for one in busy)
+    ended.set()
+    assert await asyncio.gather(*busy) == [True] * 9
 
 
 async def take_a_large_state(kept: Workspaces, tree: Path) -> str:

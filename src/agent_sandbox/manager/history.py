@@ -138,7 +138,7 @@ class History(Core):
             for record in await self._fleet.state.list_snapshots(None):
                 if record.commit is not None:
                     named.setdefault(record.commit, []).append(record.id)
-            entries = await self._fleet.workspaces.ask(lambda store: list(store.log(commit, limit)))
+            entries = await self._fleet.workspaces.study(lambda store: list(store.log(commit, limit)))
             return [
                 PastState(
                     commit=entry.id.hex(),
@@ -180,7 +180,7 @@ class History(Core):
         return commit
 
     async def _compare(self, old: str, new: str, limit: int, text: bool) -> Differences:
-        return await self._fleet.workspaces.ask(lambda store: compare(store, old, new, limit=limit, text=text))
+        return await self._fleet.workspaces.study(lambda store: compare(store, old, new, limit=limit, text=text))
 
 
 def compare(

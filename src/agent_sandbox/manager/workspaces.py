@@ -15,7 +15,8 @@ The rules
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
 * Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
-  ``_STALL_SECONDS`` loses his.
+  ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them: no snapshot
+  waits for either.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Workspaces:
         self._layers_in_use = in_use
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
         self._archives = ThreadPoolExecutor(_THREADS, thread_name_prefix="archive")
+        self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="history")
         self._store: Store | None = None
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -128,6 +130,7 @@ class Workspaces:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
         self._threads.shutdown(wait=False)
         self._archives.shutdown(wait=False)
+        self._readers.shutdown(wait=False)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
@@ -214,6 +217,10 @@ class Workspaces:
     async def ask(self, work: Callable[[Store], _T]) -> _T:
         """Do ``work`` with the store in a thread. It is seen through, so it must be bounded in time."""
         return await self._run(lambda: work(self._opened()))
+
+    async def study(self, work: Callable[[Store], _T]) -> _T:
+        """As :meth:`ask`, for reading that may take seconds."""
+        return await self._run(lambda: work(self._opened()), self._readers)
 
     async def pin(self, snapshot_id: str, commit: str) -> None:
         """Keep a state under a snapshot's id, as :meth:`take` does."""
