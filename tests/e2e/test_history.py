@@ -66,7 +66,10 @@ CHANGED = [
 
 
 def make_two_states(sandbox: Sandbox) -> None:
-    run(sandbox, "printf 'one\\ntwo\\n' > text; echo gon > gone; echo kept > kept; mkdir d; printf x > d/in; mkdir e")
+    run(
+        sandbox,
+        "printf 'one\\ntwo\\n' > text; printf 'g\\tn\\n' > gone; echo kept > kept; mkdir d; printf x > d/in; mkdir e",
+    )
 
 
 def change(sandbox: Sandbox) -> None:
@@ -88,13 +91,14 @@ def test_two_snapshots_are_compared(server: Served, client: SandboxClient, sandb
     found = client.diff(before, after, text=True)
     texts = {item.path: item.text for item in found.changes}
     assert texts["/workspace/text"] == "--- a/text\n+++ b/text\n@@ -1,2 +1,2 @@\n one\n-two\n+three\n"
-    assert texts["/workspace/gone"] == "--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n-gon\n"
+    assert texts["/workspace/gone"] == "--- a/gone\n+++ /dev/null\n@@ -1 +0,0 @@\n-g\tn\n"
     assert texts["/workspace/kept"] == ""
     assert client.diff(before, after).changes[0].text is None
     short = client.diff(before, after, limit=2)
     assert ([item.path for item in short.changes], short.truncated) == ([path for path, *_ in CHANGED[:2]], True)
     shown = cli(server, "diff", before.id, after.id, "--text").stdout.decode()
     assert "M /workspace/text  (8 B → 10 B)\n--- a/text\n" in shown
+    assert "\n-g\tn\n" in shown
     assert "A /workspace/by\\udcffte  (1 B)\n" in shown
     listed = json.loads(cli(server, "diff", before.id, after.id, "--json").stdout)
     assert [item["path"] for item in listed["changes"]] == [path for path, *_ in CHANGED]
@@ -202,3 +206,69 @@ def test_a_workspace_of_many_changes_is_cut(sandbox: Sandbox) -> None:
     assert (len(found.changes), found.truncated, found.text_truncated) == (1000, True, True)
     assert sum(len(item.text or "") for item in found.changes) <= 1 << 20
     assert len(sandbox.changes(limit=10_000).changes) == 1205
+
+
+def test_a_forks_work_comes_back(server: Served, client: SandboxClient, sandbox: Sandbox) -> None:
+    run(sandbox, "echo 1 > both; echo 1 > mine; echo 1 > yours; truncate -s 1M hole; echo x >> hole; ln hole twin")
+    base = sandbox.snapshot()
+    with client.fork(base) as fork:
+        run(fork, "echo 2 > yours; echo new > added")
+        theirs = fork.snapshot()
+        run(fork, "echo 3 > mine")
+        conflicting = fork.snapshot()
+    run(sandbox, "echo 2 > mine; (sleep 1000 &) ")
+
+    refused = sandbox.merge(conflicting)
+    assert (refused.outcome, refused.conflict_count, refused.snapshot_id) == ("conflicts", 1, None)
+    assert [(item.path, item.kinds[0]) for item in refused.conflicts] == [("/workspace/mine", "content")]
+    shown = cli(server, "merge", sandbox.id, conflicting.id, code=1)
+    assert b": /workspace/mine\n" in shown.stdout
+    assert b"nothing was changed" in shown.stderr
+    assert client.list_snapshots(sandbox.id) == [base]
+    assert sandbox.exec("pgrep -x sleep").exit_code == 0, "processes go on"
+    assert [item.path for item in sandbox.changes().changes] == ["/workspace/mine"]
+
+    done = sandbox.merge(theirs)
+    assert (done.outcome, done.conflicts, done.sandbox.id) == ("merged", [], sandbox.id)
+    assert sandbox.exec("cat both mine yours added").stdout == "1\n2\n2\nnew\n"
+    assert sandbox.exec("pgrep -x sleep").exit_code == 1
+    assert sandbox.info.source_snapshot_id == done.snapshot_id
+    assert sandbox.changes().changes == []
+    assert done.snapshot_id is not None
+    assert done.before_snapshot_id is not None
+    again = sandbox.snapshot()
+    merged, before = (client.get_snapshot(id) for id in (done.snapshot_id, done.before_snapshot_id))
+    assert merged.size_bytes == again.size_bytes, "as a capture counts"
+    assert merged.name == f"merge of {theirs.id}"
+    states = client.log(merged)
+    assert sorted(states[0].snapshot_ids) == sorted([merged.id, again.id])
+    assert {id for state in states[1:] for id in state.snapshot_ids} == {before.id, theirs.id, base.id}
+    same = json.loads(cli(server, "merge", sandbox.id, theirs.id, "--json").stdout)
+    assert (same["outcome"], same["snapshot_id"]) == ("up_to_date", None)
+    sandbox.rollback(before)
+    assert sandbox.exec("cat both mine yours; ls added").stdout == "1\n2\n1\n"
+
+
+def test_a_merge_with_what_has_nothing_in_common(server: Served, client: SandboxClient, sandbox: Sandbox) -> None:
+    run(sandbox, "echo 1 > a")
+    with client.create(memory_mb=64, disk_mb=128) as other:
+        run(other, "echo 2 > b")
+        theirs = other.snapshot()
+    assert sandbox.merge(theirs).outcome == "merged", "both began empty"
+    assert sandbox.exec("cat a b").stdout == "1\n2\n"
+    base = sandbox.snapshot()
+    with client.fork(base) as fork:
+        run(fork, "echo 3 > c")
+        theirs = fork.snapshot()
+    run(sandbox, "echo 4 > d")
+    sandbox.snapshot()
+    for snapshot in client.list_snapshots(sandbox.id)[:-1]:
+        client.delete_snapshot(snapshot)
+    with pytest.raises(ConflictError, match="forgotten"):
+        sandbox.merge(theirs)
+    assert sandbox.exec("cat d").stdout == "4\n"
+    assert call(server, "POST", f"/sandboxes/{sandbox.id}/merge", {"snapshot_id": "snapnone"})[0] == 404
+    assert call(server, "POST", "/sandboxes/sbnone/merge", {"snapshot_id": theirs.id})[0] == 404
+    sandbox.stop()
+    with pytest.raises(ConflictError, match="is stopped"):
+        sandbox.merge(theirs)

@@ -29,6 +29,7 @@ COMMANDS = [
         "diff",
         "log",
         "export",
+        "merge",
         "image",
         "store",
         "serve",

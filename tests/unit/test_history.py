@@ -7,6 +7,7 @@ import http.client
 import io
 import os
 import tarfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -109,6 +110,21 @@ def test_a_comparison_that_takes_too_long_is_cut(store: Store, tree: Path, monke
     assert compare(store, before, after, limit=9, text=True) == Differences((), True, False)
 
 
+def test_the_bytes_of_a_state_are_counted_as_its_capture_counted_them(store: Store, tree: Path) -> None:
+    (tree / "d").mkdir()
+    with (tree / "d" / "holes").open("wb") as file:
+        file.truncate(8 << 20)
+        file.write(b"x" * 102_400)  # whole pages: a hole ends where one does
+    (tree / "twice").write_bytes(os.urandom(3_000_000))
+    (tree / "again").hardlink_to(tree / "twice")
+    (tree / "link").symlink_to("twice")
+    (tree / "empty").touch()
+    made = store.commit("p", tree)
+    assert isinstance(made, Created)
+    assert made.report.bytes == 3_102_400
+    assert store.data_bytes(made.commit.hex()) == made.report.bytes
+
+
 @pytest.fixture
 async def kept(tmp_path: Path) -> AsyncIterator[Workspaces]:
     async def in_use() -> set[str]:
@@ -125,13 +141,39 @@ async def test_a_state_aside_leaves_no_name(kept: Workspaces, tree: Path) -> Non
     (tree / "f").write_text("1")
     held = HeldWorkspace(str(tree), False)
     async with kept.aside("sb1", EMPTY, held, 1 << 20) as now:
-        found = await kept.ask(lambda store: compare(store, EMPTY, now, limit=9, text=False))
+        found = await kept.ask(lambda store: compare(store, EMPTY, now.taken.commit, limit=9, text=False))
         assert paths(found) == ["/workspace/f"]
         assert await kept.head("sb1") is None
     assert await kept.ask(lambda store: [ref.name for ref in store.refs(PROJECT)]) == ["main"]
     with pytest.raises(InvalidRequestError):
         async with kept.aside("sb1", "no state", held, 1 << 20):
             raise AssertionError("it began nowhere")
+
+
+async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
+    kept: Workspaces, tree: Path, tmp_path: Path
+) -> None:
+    async def in_use() -> set[str]:
+        return set()
+
+    held = HeldWorkspace(str(tree), False)
+    (tree / "f").write_text("1")
+    commit = (await kept.take("sb1", "snap1", None, held, 1 << 20)).commit
+    async with kept.aside("sb1", commit, held, 1 << 20):
+        later = Workspaces(tmp_path / "data", 1 << 30, in_use)
+        await later.start(("snap1",), ("sb1",))
+        assert {ref.name for ref in await later.ask(lambda store: list(store.refs(PROJECT)))} == {"main", "sb1"}
+        await later.close()
+
+
+async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> None:
+    ended = threading.Event()
+    busy = [asyncio.ensure_future(kept.study(lambda _: ended.wait(30))) for _ in range(9)]
+    await kept.take("sb1", "snap1", None, HeldWorkspace(str(tree), False), 1 << 20)
+    assert not ended.is_set()
+    assert not any(one.done() for one in busy)
+    ended.set()
+    assert await asyncio.gather(*busy) == [True] * 9
 
 
 async def take_a_large_state(kept: Workspaces, tree: Path) -> str:
@@ -187,6 +229,8 @@ def test_a_snapshot_that_is_a_file_has_no_history_and_says_why(server: Running) 
         reply = server.call("GET", path)
         assert (reply.status, reply.error["code"]) == (501, "unsupported")
         assert reply.error["details"]["backend"] == "fake"
+    reply = server.call("POST", f"{sandbox}/merge", {"snapshot_id": name})
+    assert (reply.status, reply.error["code"]) == (501, "unsupported")
     assert "no history" in server.call("GET", f"{snap}/log").error["message"]
     for path in (f"{snap}/diff/none", f"/v1/snapshots/none/diff/{name}", "/v1/snapshots/none/archive"):
         assert server.call("GET", path).status == 404

@@ -1,4 +1,4 @@
-"""``diff``, ``changes``, ``log``, ``export``: what happened to a workspace."""
+"""``diff``, ``changes``, ``log``, ``export``, ``merge``: what happened to a workspace, and to bring two together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent_sandbox.cli import completion, options, output
+from agent_sandbox.cli import completion, exit_codes, options, output
 from agent_sandbox.cli.connection import connect
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command()(changes)
     app.command()(log)
     app.command()(export)
+    app.command()(merge)
 
 
 def diff(
@@ -95,6 +96,29 @@ def export(
         output.data({"snapshot_id": snapshot_id, "file": file, "bytes": size})
 
 
+def merge(sandbox_id: options.SandboxId, snapshot_id: options.SnapshotId, as_json: options.Json = False) -> None:
+    """Bring a snapshot's changes into a sandbox, such as the work of a fork; print the snapshot of the result.
+
+    What both changed is told apart by their last common state. The sandbox's processes end. Conflicts change nothing,
+    are listed, and end with 1. The workspace as it was is kept as a snapshot, too.
+    """
+    with connect() as client:
+        done = client.get(sandbox_id).merge(snapshot_id)
+    if as_json:
+        output.data(dataclasses.asdict(done))
+    elif done.outcome == "merged":
+        output.line(done.snapshot_id or "")
+        output.note(f"as it was: {done.before_snapshot_id}")
+    elif done.outcome == "up_to_date":
+        output.note("the workspace has this snapshot in its history already; nothing was changed")
+    else:
+        for conflict in done.conflicts:
+            output.line(f"{', '.join(conflict.kinds)}: {conflict.path}")
+        output.note(f"{done.conflict_count} conflicts; nothing was changed")
+    if done.outcome == "conflicts":
+        raise typer.Exit(exit_codes.FAILED)
+
+
 def _show(found: ChangeList, as_json: bool) -> None:
     if as_json:
         output.data(dataclasses.asdict(found))
@@ -102,7 +126,7 @@ def _show(found: ChangeList, as_json: bool) -> None:
     for change in found.changes:
         output.line(f"{MARKS.get(change.kind, '?')} {change.path}{_sizes(change)}")
         for line in (change.text or "").split("\n")[:-1]:
-            output.line(line)
+            print("\t".join(map(output.plain, line.split("\t"))))  # tabs are text's own, and patch needs them
     if found.truncated:
         output.note(f"there is more than these {len(found.changes)}: --limit shows up to 10000")
     if found.text_truncated:

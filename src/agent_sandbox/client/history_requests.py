@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from agent_sandbox import models
-from agent_sandbox.client.call import Call, as_shape, flag, sandbox_path, snapshot_path
+from agent_sandbox.client.call import Call, as_object, as_shape, flag, post, sandbox_path, snapshot_path
 from agent_sandbox.client.file_requests import ARCHIVE_SECONDS
 from agent_sandbox.errors import InvalidRequestError
 
@@ -34,6 +34,11 @@ def log(snapshot: Snapshot, limit: int | None) -> Call[list[models.PastState]]:
 def archive(snapshot: Snapshot) -> Call[bytes]:
     """Read a snapshot as a tar."""
     return Call("GET", snapshot_path(_id(snapshot), "/archive"), bytes, wait=ARCHIVE_SECONDS)
+
+
+def merge(sandbox_id: str, snapshot: Snapshot) -> Call[dict[str, Any]]:
+    """Bring a snapshot's changes into a sandbox."""
+    return post(sandbox_path(sandbox_id, "/merge"), {"snapshot_id": _id(snapshot)}, as_object)
 
 
 def _comparison(text: bool, limit: int | None) -> dict[str, str]:

@@ -94,7 +94,7 @@ class History(Core):
         """Compare two snapshots, of any sandboxes. :class:`UnsupportedError` where one has no history."""
         with self._active():
             records = [await self._fleet.state.get_snapshot(id) for id in (old, new)]
-            before, after = [_commit(record, "the comparison of snapshots") for record in records]
+            before, after = [require_commit(record, "the comparison of snapshots") for record in records]
             return await self._compare(before, after, limit, text)
 
     async def changes(self, id: str, *, limit: int, text: bool) -> Differences:
@@ -133,12 +133,12 @@ class History(Core):
         """Give the state of a snapshot and those that led to it, newest first."""
         with self._active():
             snapshot = await self._fleet.state.get_snapshot(snapshot_id)
-            commit = _commit(snapshot, "the log of snapshots")
+            commit = require_commit(snapshot, "the log of snapshots")
             named: dict[str, list[str]] = {}
             for record in await self._fleet.state.list_snapshots(None):
                 if record.commit is not None:
                     named.setdefault(record.commit, []).append(record.id)
-            entries = await self._fleet.workspaces.ask(lambda store: list(store.log(commit, limit)))
+            entries = await self._fleet.workspaces.study(lambda store: list(store.log(commit, limit)))
             return [
                 PastState(
                     commit=entry.id.hex(),
@@ -161,7 +161,7 @@ class History(Core):
                     now = await kept.enter_async_context(
                         self._fleet.workspaces.aside(record.id, base, held, self._settings.max_snapshot_bytes)
                     )
-            return await self._compare(base, now, limit, text)
+            return await self._compare(base, now.taken.commit, limit, text)
 
     async def _beginning(self, entry: Entry) -> str:
         source = entry.record.source_snapshot_id
@@ -180,7 +180,7 @@ class History(Core):
         return commit
 
     async def _compare(self, old: str, new: str, limit: int, text: bool) -> Differences:
-        return await self._fleet.workspaces.ask(lambda store: compare(store, old, new, limit=limit, text=text))
+        return await self._fleet.workspaces.study(lambda store: compare(store, old, new, limit=limit, text=text))
 
 
 def compare(
@@ -249,7 +249,8 @@ def _size(entry: StoredEntry | None) -> int | None:
     return entry.size if entry is not None and entry.type is Type.FILE else None
 
 
-def _commit(snapshot: SnapshotRecord, capability: str) -> str:
+def require_commit(snapshot: SnapshotRecord, capability: str) -> str:
+    """Give a snapshot's state; :class:`UnsupportedError` for one that is a file."""
     if snapshot.commit is None:
         raise UnsupportedError(
             capability, snapshot.backend, f"snapshot {snapshot.id} is kept as an archive, which has no history"

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -35,8 +35,8 @@ from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.files import Files
-from agent_sandbox.manager.history import History
 from agent_sandbox.manager.idempotency import Idempotency
+from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
 from agent_sandbox.manager.records import (
     BackendStatus,
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 _PING_SECONDS = 5.0
 
 
-class Manager(Commands, Files, History):
+class Manager(Commands, Files, Merging):
     """Owns every sandbox and snapshot of one DATA_DIR. The first backend is the default.
 
     Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch; by
@@ -292,6 +292,11 @@ class Manager(Commands, Files, History):
             await self._remove_content(snapshot.id, snapshot.commit)
             raise
 
+    async def _unkeep(self, snapshot: SnapshotRecord) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self._fleet.state.delete_snapshot(snapshot.id)
+        await self._remove_content(snapshot.id, snapshot.commit)
+
     async def _remove_content(self, id: str, commit: str | None) -> None:
         if commit is None:
             await self._fleet.snapshots.delete(id)
@@ -332,28 +337,36 @@ class Manager(Commands, Files, History):
 
     async def _roll_back(self, entry: Entry, snapshot: SnapshotRecord) -> SandboxRecord:
         async with entry.exclusive("rollback"), entry.gate.closed():
-            backend = self._fleet.backend(entry.record.backend)
-            old = entry.record.env_id
-            entry.environments += 1
-            new = f"{entry.record.id}-{entry.environments}"
-            try:
-                await uninterrupted(entry.commit(self._fleet.state, "rollback"))
-                await self._make(backend, new, entry.record.spec, snapshot)
-                await uninterrupted(
-                    entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
-                )
-                if snapshot.commit is not None:
-                    await self._fleet.workspaces.moved(entry.record.id, snapshot.commit)
-                else:
-                    await self._fleet.workspaces.gone(entry.record.id)  # what was before is no history of this
-            finally:
-                is_swapped = entry.record.env_id == new
-                if entry.state == "rolling_back":
-                    entry.mark("settled")
-                self._fleet.retire(entry, old if is_swapped else new)
-                if not is_swapped:
-                    await self._fleet.retired(entry)
+            await self._swap(entry, snapshot)
             return entry.record
+
+    async def _swap(
+        self, entry: Entry, snapshot: SnapshotRecord, ready: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Put an environment that begins as a snapshot in place; ``ready`` comes between its being made and that."""
+        backend = self._fleet.backend(entry.record.backend)
+        old = entry.record.env_id
+        entry.environments += 1
+        new = f"{entry.record.id}-{entry.environments}"
+        try:
+            await uninterrupted(entry.commit(self._fleet.state, "rollback"))
+            await self._make(backend, new, entry.record.spec, snapshot)
+            if ready is not None:
+                await ready()
+            await uninterrupted(
+                entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
+            )
+            if snapshot.commit is not None:
+                await self._fleet.workspaces.moved(entry.record.id, snapshot.commit)
+            else:
+                await self._fleet.workspaces.gone(entry.record.id)  # what was before is no history of this
+        finally:
+            is_swapped = entry.record.env_id == new
+            if entry.state == "rolling_back":
+                entry.mark("settled")
+            self._fleet.retire(entry, old if is_swapped else new)
+            if not is_swapped:
+                await self._fleet.retired(entry)
 
     # Health
 

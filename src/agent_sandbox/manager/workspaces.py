@@ -15,7 +15,8 @@ The rules
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
 * Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
-  ``_STALL_SECONDS`` loses his.
+  ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them: no snapshot
+  waits for either.
 """
 
 from __future__ import annotations
@@ -78,6 +79,14 @@ class Taken:
         return tuple((os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED])
 
 
+@dataclass(frozen=True)
+class Aside:
+    """A state that is kept for the moment: ``branch`` names it, and may be moved."""
+
+    branch: str
+    taken: Taken
+
+
 class Workspaces:
     """The store and the checkouts of one DATA_DIR. ``in_use`` gives the layers that environments stand on."""
 
@@ -90,6 +99,7 @@ class Workspaces:
         self._layers_in_use = in_use
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
         self._archives = ThreadPoolExecutor(_THREADS, thread_name_prefix="archive")
+        self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="history")
         self._store: Store | None = None
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,6 +130,7 @@ class Workspaces:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
         self._threads.shutdown(wait=False)
         self._archives.shutdown(wait=False)
+        self._readers.shutdown(wait=False)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
@@ -207,6 +218,14 @@ class Workspaces:
         """Do ``work`` with the store in a thread. It is seen through, so it must be bounded in time."""
         return await self._run(lambda: work(self._opened()))
 
+    async def study(self, work: Callable[[Store], _T]) -> _T:
+        """As :meth:`ask`, for reading that may take seconds."""
+        return await self._run(lambda: work(self._opened()), self._readers)
+
+    async def pin(self, snapshot_id: str, commit: str) -> None:
+        """Keep a state under a snapshot's id, as :meth:`take` does."""
+        await self.ask(lambda store: store.pin(snapshot_id, commit))
+
     async def head(self, sandbox_id: str) -> str | None:
         """Give the state that a sandbox was last kept as or put back to; None where neither happened yet."""
 
@@ -216,7 +235,7 @@ class Workspaces:
         return await self.ask(head)
 
     @asynccontextmanager
-    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[str]:
+    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[Aside]:
         """Keep a held workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
 
         ``base`` is the state that it came from.
@@ -233,8 +252,7 @@ class Workspaces:
                 self._opened().delete(name)
 
         try:
-            taken = await self._capture(begin, held, limit, lambda _: None)
-            yield taken.commit
+            yield Aside(name, await self._capture(begin, held, limit, lambda _: None))
         finally:
             await uninterrupted(self._run(end))
 

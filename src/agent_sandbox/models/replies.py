@@ -390,6 +390,46 @@ class SnapshotLog(_WithItems):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeConflict(_Reply):
+    """A path on which both sides changed the same thing in different ways; ``kinds`` says what they disagree over.
+
+    ``content``, ``type``, ``mode``, ``mtime``, ``attributes``, ``owner``, ``link`` (which names are one file), or
+    ``deleted_changed`` (one side removed what the other changed).
+    """
+
+    path: str
+    kinds: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeResult(_WithItems):
+    """How a merge ended.
+
+    ============== =====================================================================================
+    ``merged``     the workspace holds both; ``snapshot_id`` keeps it, ``before_snapshot_id`` what it was
+    ``up_to_date`` the workspace has the snapshot in its history already; nothing was changed
+    ``conflicts``  both sides changed the same; nothing was changed. The first 1,000 are listed, all counted
+    ============== =====================================================================================
+    """
+
+    _items = ("conflicts", MergeConflict)
+
+    outcome: Literal["merged", "up_to_date", "conflicts"]
+    sandbox: Sandbox
+    snapshot_id: str | None
+    before_snapshot_id: str | None
+    conflicts: list[MergeConflict]
+    conflict_count: int
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        sandbox = data.get("sandbox")
+        if not isinstance(sandbox, Mapping):
+            raise ValidationError("the server's reply has no 'sandbox'")
+        return super().from_json({**data, "sandbox": Sandbox.from_json(sandbox)})
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendCapabilities(_Reply):
     """What a backend can do on this machine. ``enforces`` names the limits that really hold; ``notes`` says why not."""
 

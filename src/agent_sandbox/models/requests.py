@@ -175,6 +175,15 @@ class RollbackRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MergeRequest:
+    """The snapshot whose changes are brought into the sandbox."""
+
+    __pydantic_config__ = _REFUSE_UNKNOWN
+
+    snapshot_id: Str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForkRequest:
     """What the new sandbox shall have otherwise than the snapshot's; what is absent is the same."""
 

@@ -1,4 +1,4 @@
-"""What happened to workspaces: differences, where a state comes from, states as tar streams."""
+"""What happened to workspaces: differences, where a state comes from, states as tar streams, merges."""
 
 from __future__ import annotations
 
@@ -78,6 +78,12 @@ async def snapshot_log(snapshot_id: str, request: Request) -> Response:
     limit = number(query(request, "limit"), "limit", _LOG, 1, MAX_LOG)
     states = await manager_of(request).log(snapshot_id, limit=limit)
     return JsonReply(models.SnapshotLog(states=[views.past(state) for state in states]))
+
+
+@router.post("/sandboxes/{sandbox_id}/merge", response_model=models.MergeResult, responses=common(404, 409, 429, 501))
+async def merge_snapshot(sandbox_id: str, body: models.MergeRequest, request: Request) -> Response:
+    """Bring a snapshot's changes into a sandbox. Its processes end, unless there are conflicts or nothing new."""
+    return JsonReply(views.merge(await manager_of(request).merge(sandbox_id, body.snapshot_id)))
 
 
 def _comparison(request: Request) -> tuple[int, bool]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from agent_sandbox import models
-from agent_sandbox.manager import Differences, PastState, SandboxRecord, SandboxStats, SnapshotRecord
-from agent_sandbox.types import Capabilities, ExecExit, ExecStatus, FileEntry
+from agent_sandbox.manager import Differences, Merge, PastState, SandboxRecord, SandboxStats, SnapshotRecord
+from agent_sandbox.types import WORKSPACE, Capabilities, ExecExit, ExecStatus, FileEntry
 
 
 def sandbox(record: SandboxRecord) -> models.Sandbox:
@@ -127,6 +128,25 @@ def past(state: PastState) -> models.PastState:
         created_at=_time(state.created_at),
         kept=state.kept,
         snapshot_ids=list(state.snapshots),
+    )
+
+
+def merge(done: Merge) -> models.MergeResult:
+    """Show how a merge ended."""
+    conflicts = [
+        models.MergeConflict(
+            path=WORKSPACE + ("/" + os.fsdecode(conflict.path) if conflict.path else ""),
+            kinds=[kind.value for kind in conflict.kinds],
+        )
+        for conflict in done.conflicts
+    ]
+    return models.MergeResult(
+        outcome=done.outcome,
+        sandbox=sandbox(done.record),
+        snapshot_id=done.after,
+        before_snapshot_id=done.before,
+        conflicts=conflicts,
+        conflict_count=done.conflict_count,
     )
 
 

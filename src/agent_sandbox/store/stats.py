@@ -5,7 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
+from agent_sandbox.store import walk
 from agent_sandbox.store.objectdb import ObjectDatabase
+from agent_sandbox.store.objects import Entry, Type
+from agent_sandbox.store.ports import Objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +48,15 @@ def stats(database: ObjectDatabase) -> Stats:
             with suppress(FileNotFoundError):
                 index += path.with_name(path.name + suffix).stat().st_size
         return Stats(projects, branches, tags, layers, pins, objects, patches, records, len(sizes), sum(sizes), index)
+
+
+def data_bytes(objects: Objects, root: Entry) -> int:
+    """Count the bytes of data in the files below a root: holes not counted, a file with several names once."""
+    total, seen = 0, set[bytes]()
+    for _, entry in walk.walk(objects, root):
+        if entry.type is not Type.FILE or entry.link in seen:
+            continue
+        if entry.link is not None:
+            seen.add(entry.link)
+        total += sum(extent.length for extent in walk.extents(objects, entry) if extent.id is not None)
+    return total

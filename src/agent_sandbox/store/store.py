@@ -39,7 +39,7 @@ from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.outcomes import Conflicts, Created, HeadMoved, UpToDate
 from agent_sandbox.store.ports import Captured, Engine, Options, Progress, Writer
-from agent_sandbox.store.stats import Stats, stats
+from agent_sandbox.store.stats import Stats, data_bytes, stats
 from agent_sandbox.store.tarin import Cut
 from agent_sandbox.store.tarinput import Limits
 from agent_sandbox.store.tarout import Sink
@@ -352,6 +352,12 @@ class Store:
         if entry.type is not Type.DIRECTORY:
             raise InvalidRequestError(f"this path is a {entry.type.name.lower()}, not a directory")
         return self._steps(walk.entries(self._database, entry), commit)
+
+    def data_bytes(self, ref: str) -> int:
+        """Count the bytes of data in a state's files as a capture's report does: no holes, each file once."""
+        with self._database.reading():
+            _, root = self._state(ref)
+            return data_bytes(self._database, root)
 
     def export_tar(
         self, ref: str, out: Sink, *, owner: tuple[int, int] = (0, 0), progress: Progress | None = None

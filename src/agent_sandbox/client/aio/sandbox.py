@@ -10,7 +10,7 @@ from typing import Any, Self
 import httpx
 
 from agent_sandbox import models
-from agent_sandbox.client import requests
+from agent_sandbox.client import history_requests, requests
 from agent_sandbox.client.aio.execution import AsyncSandboxCommands
 from agent_sandbox.client.aio.files import AsyncSandboxFiles
 from agent_sandbox.client.aio.history import AsyncClientHistory, AsyncSandboxHistory
@@ -97,6 +97,16 @@ class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles, AsyncSandboxHistory)
         """Go back to a snapshot: every process ends, the id stays."""
         self._update(await self._http.send(requests.rollback(self.id, snapshot)))
         return self
+
+    async def merge(self, snapshot: models.Snapshot | str) -> models.MergeResult:
+        """Bring in what a snapshot, such as one of a fork, changed since both had a common state; processes end.
+
+        The result's ``outcome`` says whether it was done: conflicts change nothing.
+        """
+        done = await self._http.send(history_requests.merge(self.id, snapshot))
+        result = models.MergeResult.from_json(done)
+        self._update(done["sandbox"])
+        return result
 
     async def stop(self) -> Self:
         """End every process and keep the workspace; nothing happens to a stopped one."""

@@ -1,0 +1,131 @@
+"""Bringing the work of a fork back: a three-way merge of a workspace with a snapshot.
+
+The order: hold the workspace still, keep it aside, merge in the store, name both states as snapshots, build the new
+environment, let the old one go on, put the new one in its place. Until that last step nothing of the sandbox is
+touched, so conflicts and failures change nothing; what they had kept goes again. The processes of the old environment
+stand still until the new one is ready, so that next to nothing which they write is missed, and end with the swap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agent_sandbox.backends.base import Backend
+from agent_sandbox.errors import BackendError, PayloadTooLargeError, UnsupportedError
+from agent_sandbox.manager.core import new_id
+from agent_sandbox.manager.entries import Entry, stopped
+from agent_sandbox.manager.history import History, require_commit
+from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.tasks import uninterrupted
+from agent_sandbox.manager.workspaces import Aside
+from agent_sandbox.store import Conflict, Conflicts, HeadMoved, UpToDate
+
+MAX_CONFLICTS = 1_000
+"""Conflicts that are listed; all are counted."""
+
+_WHAT = "the merge of workspaces"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How a merge ended. ``before`` and ``after`` are the snapshots of the workspace as it was and as it is now.
+
+    Both are None unless it was ``merged``; ``conflicts`` are the first 1,000 of ``conflict_count``.
+    """
+
+    outcome: Literal["merged", "up_to_date", "conflicts"]
+    record: SandboxRecord
+    before: str | None = None
+    after: str | None = None
+    conflicts: tuple[Conflict, ...] = ()
+    conflict_count: int = 0
+
+
+class Merging(History):
+    """The call that merges."""
+
+    async def merge(self, id: str, snapshot_id: str) -> Merge:
+        """Bring what a snapshot changed since both had a common state into a sandbox, whose processes end.
+
+        Conflicts change nothing, nor does a snapshot that is in the workspace's history already; then processes go on.
+        :class:`ConflictError` where there is no common state, or its files are gone; else errors as of a rollback.
+        """
+        with self._active():
+            entry = self._fleet.find(id)
+            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
+            backend = self._fleet.backend(entry.record.backend)
+            if not backend.capabilities.layered_workspace:
+                raise UnsupportedError(_WHAT, backend.name, "it keeps no layers of them")
+            theirs = require_commit(snapshot, _WHAT)
+            return await self._fleet.tasks.own(self._merge(entry, backend, snapshot, theirs), f"merge {id}")
+
+    async def _merge(self, entry: Entry, backend: Backend, snapshot: SnapshotRecord, theirs: str) -> Merge:
+        limit = self._settings.max_snapshot_bytes
+        async with entry.exclusive("rollback"), entry.gate.closed(), AsyncExitStack() as kept:
+            if not entry.record.running:
+                raise stopped(entry.record.id)
+            base = await self._fleet.workspaces.head(entry.record.id) or await self._beginning(entry)
+            async with AsyncExitStack() as still:
+                held = await still.enter_async_context(backend.hold_workspace(entry.record.env_id))
+                ours = await kept.enter_async_context(self._fleet.workspaces.aside(entry.record.id, base, held, limit))
+                result = await self._fleet.workspaces.ask(lambda store: store.merge(ours.branch, theirs))
+                if isinstance(result, UpToDate):
+                    return Merge("up_to_date", entry.record)
+                if isinstance(result, Conflicts):
+                    return Merge("conflicts", entry.record, None, None, result.conflicts[:MAX_CONFLICTS], result.count)
+                if isinstance(result, HeadMoved):
+                    raise BackendError("the state that was merged into was moved by somebody else; do it again")
+                made = result.commit.hex()
+                size = await self._fleet.workspaces.ask(lambda store: store.data_bytes(made))
+                if size > limit:
+                    raise PayloadTooLargeError(f"the files of the merged workspace hold more than {limit} bytes")
+                before = self._before(entry, snapshot, ours)
+                after = replace(
+                    before,
+                    id=new_id("snap"),
+                    name=f"merge of {snapshot.id}",
+                    size_bytes=size,
+                    stored_bytes=0,
+                    commit=made,
+                    skipped=(),
+                    skipped_total=0,
+                )
+                try:
+                    for record in (before, after):
+                        await self._fleet.workspaces.pin(record.id, record.commit or "")
+                        await uninterrupted(self._keep(record))
+                    await self._swap(entry, after, still.aclose)
+                except BaseException:
+                    if entry.record.source_snapshot_id != after.id:
+                        for record in (before, after):
+                            await uninterrupted(self._unkeep(record))
+                    raise
+            return Merge("merged", entry.record, before.id, after.id)
+
+    def _before(self, entry: Entry, snapshot: SnapshotRecord, ours: Aside) -> SnapshotRecord:
+        record, report = entry.record, ours.taken.report
+        return SnapshotRecord(
+            id=new_id("snap"),
+            sandbox_id=record.id,
+            name=f"before merge of {snapshot.id}",
+            backend=record.backend,
+            spec=record.spec,
+            size_bytes=report.bytes,
+            stored_bytes=report.stored,
+            created_at=self._clock(),
+            skipped=ours.taken.skipped(),
+            skipped_total=report.left_out_count,
+            commit=ours.taken.commit,
+        )
+
+    async def _swap(self, entry: Entry, snapshot: SnapshotRecord, ready: Callable[[], Awaitable[None]]) -> None:
+        raise NotImplementedError
+
+    async def _keep(self, snapshot: SnapshotRecord) -> None:
+        raise NotImplementedError
+
+    async def _unkeep(self, snapshot: SnapshotRecord) -> None:
+        raise NotImplementedError
