@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from agent_sandbox.cli.app import main
+from agent_sandbox.errors import ConflictError, NotFoundError
+from agent_sandbox.store import Store as VersionedStore
 
 Store = Callable[..., Any]
 
@@ -105,6 +107,49 @@ def test_archives_and_care(store: Store, site: Path, tmp_path: Path) -> None:
     assert before["objects"] > 0
     assert freed["kept"] == 0
     assert store("check", as_json=True)["damage_count"] == 0
+
+
+def test_a_store_that_somebody_else_uses_already_stays_when_its_maker_fails(
+    store: Store, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init, calls = VersionedStore.init, []
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > 1:
+            return init(*arguments, **options)
+        store("init", "other", site)
+        raise ConflictError("as asked")
+
+    monkeypatch.setattr(VersionedStore, "init", failing)
+    store("init", "mine", site, code=69)
+    assert sorted({item["project"] for item in store("ls", as_json=True)}) == ["other"]
+
+
+def test_two_make_a_store_at_once(store: Store, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = VersionedStore.open
+    calls: list[Any] = []
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        try:
+            return opened(*arguments, **options)
+        except NotFoundError:
+            if len(calls) == 1:
+                store("init", "other", site)
+            raise
+
+    monkeypatch.setattr(VersionedStore, "open", late)
+    store("init", "mine", site)
+    assert sorted({item["project"] for item in store("ls", as_json=True)}) == ["mine", "other"]
+
+
+def test_a_store_is_made_in_an_empty_directory_and_in_no_other(store: Store, site: Path, tmp_path: Path) -> None:
+    (tmp_path / "states").mkdir()
+    store("init", "site", site)
+    argv = ["store", "--store", str(site), "init", "site"]
+    assert main(argv) == 64
+    assert sorted(path.name for path in site.iterdir()) == ["index.html", "pages"]
 
 
 def test_what_is_refused(store: Store, site: Path, tmp_path: Path) -> None:

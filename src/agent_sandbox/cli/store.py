@@ -8,7 +8,6 @@ by a commit's id.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,6 +150,23 @@ def bar(description: str, quiet: bool = False) -> Iterator[Callable[[int, int, i
         yield update
 
 
+def _made_or_opened(path: Path, quiet: bool) -> Store:
+    """Make the store where there is none. It stays whatever happens next: somebody else may have begun to use it."""
+    from agent_sandbox.store import Store
+
+    try:
+        return Store.open(path)
+    except NotFoundError:
+        pass
+    try:
+        made = Store.create(path)
+    except ConflictError:  # somebody else made it a moment ago
+        return Store.open(path)
+    if not quiet:
+        output.note(f"a new store: {path}")
+    return made
+
+
 def init(
     context: typer.Context,
     project: Annotated[str, typer.Argument(metavar="PROJECT", help="The name of the new project.")],
@@ -164,20 +180,14 @@ def init(
     as_json: options.Json = False,
 ) -> None:
     """Make a project, empty or from a directory, and the store with the first one."""
-    from agent_sandbox.store import Store
+    from agent_sandbox.store.landing import opened
 
     path = location(context)
-    fresh = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if fresh and not quiet:
-        output.note(f"a new store: {path}")
-    try:
-        with Store.create(path) if fresh else Store.open(path) as store, bar("importing", quiet) as progress:
-            made = store.init(project, directory, owners=owners, author=author, message=message, progress=progress)
-    except BaseException:
-        if fresh:
-            shutil.rmtree(path, ignore_errors=True)
-        raise
+    if directory is not None:
+        with opened(directory):
+            pass  # no store is made for a directory that is not there
+    with _made_or_opened(path, quiet) as store, bar("importing", quiet) as progress:
+        made = store.init(project, directory, owners=owners, author=author, message=message, progress=progress)
     outcome(made, as_json, quiet)
 
 
