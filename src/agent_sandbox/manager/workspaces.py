@@ -192,8 +192,11 @@ class Workspaces:
         self._garbage = True
 
     async def moved(self, sandbox_id: str, commit: str) -> None:
-        """Note that a sandbox's workspace was put back to a commit."""
-        await self._run(lambda: self._opened().reset(self._branch(sandbox_id, commit), commit))
+        """Note that a sandbox's workspace was put back to a commit. That it was does not hang on this."""
+        try:
+            await self._run(lambda: self._opened().reset(self._branch(sandbox_id, commit), commit))
+        except SandboxError as error:
+            log.warning("sandbox %s was put back; its history still names what it had: %s", sandbox_id, error)
 
     async def gone(self, sandbox_id: str) -> None:
         """Note that a sandbox is no more; its snapshots stay."""
