@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def test_a_store_is_made_in_an_empty_directory_and_in_no_other(store: Store, sit
     argv = ["store", "--store", str(site), "init", "site"]
     assert main(argv) == 64
     assert sorted(path.name for path in site.iterdir()) == ["index.html", "pages"]
+
+
+def test_a_pipe_or_device_is_written_to_and_stays(store: Store, site: Path, tmp_path: Path) -> None:
+    store("init", "site", site)
+    pipe, taken = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: taken.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    store("export", "site", pipe)
+    assert pipe.is_fifo()
+    reader.join()
+    with tarfile.open(fileobj=io.BytesIO(taken[0])) as archive:
+        assert "pages/a" in archive.getnames()
+    (tmp_path / "null").symlink_to("/dev/null")
+    store("export", "site", tmp_path / "null")
+    assert (tmp_path / "null").is_symlink()
 
 
 def test_what_is_refused(store: Store, site: Path, tmp_path: Path) -> None:

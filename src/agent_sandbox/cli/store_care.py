@@ -38,7 +38,11 @@ def export(
         return
     if file.is_dir():
         raise InvalidRequestError(f"{file} is a directory; name a file")
-    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    if file.exists() and not file.is_file():  # a device or a pipe is written to, not replaced
+        with file.open("wb") as out:
+            _export(context, state, layer_over, out)
+        return
+    part = file.with_name(f".{file.name[:100]}.{secrets.token_hex(4)}")
     try:
         with part.open("xb") as out:
             _export(context, state, layer_over, out)
