@@ -404,7 +404,11 @@ class Workspaces:
 
     async def _run(self, work: Callable[[], _T], threads: ThreadPoolExecutor | None = None) -> _T:
         async def run() -> _T:
-            return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+            try:
+                working = asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+            except RuntimeError as error:  # the executor was shut down
+                raise BackendError("the server is shutting down") from error
+            return await working
 
         try:
             return await uninterrupted(run())
@@ -414,8 +418,6 @@ class Workspaces:
             raise
         except OSError as error:
             raise BackendError(f"the store cannot be used: {error.strerror or error}") from error
-        except RuntimeError as error:
-            raise BackendError("the server is shutting down") from error
 
 
 class _Pieces:
