@@ -1,4 +1,4 @@
-"""What goes wrong in a thread of the store keeps its name: only a closed store says that it is closed."""
+"""What goes wrong around the store: errors keep their names, and workspaces are kept all the same."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from agent_sandbox.errors import BackendError, LimitExceededError, StoreFullError
 from agent_sandbox.manager.workspaces import Workspaces
 from agent_sandbox.store import Store
+from agent_sandbox.types import HeldWorkspace
 
 
 async def no_layers() -> set[str]:
@@ -38,3 +39,18 @@ async def test_an_error_within_is_no_shutdown(tmp_path: Path, raised: type[Excep
         await workspaces.close()
     with pytest.raises(BackendError, match="shutting down"):
         await workspaces.ask(work)
+
+
+async def test_a_workspace_is_kept_though_the_state_that_it_began_with_is_lost(tmp_path: Path) -> None:
+    """Somebody put a damaged store away, and the server made a new one."""
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "file").write_text("text")
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox"])
+    try:
+        taken = await workspaces.take("sandbox", "snapshot", "ab" * 32, HeldWorkspace(str(workspace), False), 1 << 20)
+        assert taken.report.files == 1
+        assert await workspaces.head("sandbox") == taken.commit
+    finally:
+        await workspaces.close()

@@ -352,7 +352,10 @@ class Workspaces:
     def _branch(self, sandbox_id: str, source: str | None) -> str:
         store, branch = self._opened(), f"{PROJECT}:{sandbox_id}"
         if sandbox_id not in {ref.name for ref in store.refs(PROJECT)}:
-            store.fork(source or f"{PROJECT}@0", branch)
+            try:
+                store.fork(source or EMPTY, branch)
+            except NotFoundError:  # removed a moment ago, or with the store: a workspace needs no past to be kept
+                store.fork(EMPTY, branch)
         return branch
 
     def _known_layers(self) -> set[str]:
