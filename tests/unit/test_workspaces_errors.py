@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.errors import BackendError, LimitExceededError, StoreFullError
-from agent_sandbox.manager.workspaces import Workspaces
-from agent_sandbox.store import Store
+from agent_sandbox.manager.workspaces import Taken, Workspaces
+from agent_sandbox.store import Report, Store
+from agent_sandbox.store.outcomes import Left, LeftOut
 from agent_sandbox.types import HeldWorkspace
 
 
@@ -54,3 +55,17 @@ async def test_a_workspace_is_kept_though_the_state_that_it_began_with_is_lost(t
         assert await workspaces.head("sandbox") == taken.commit
     finally:
         await workspaces.close()
+
+
+def test_a_record_names_few_and_short_paths() -> None:
+    """A sandbox may hide a hundred sockets below a thousand names of 255 bytes."""
+
+    def named(*paths: bytes) -> list[str]:
+        left = tuple(LeftOut(path, Left.SOCKET) for path in paths)
+        report = Report(0, 0, 0, 0, 0, 0, 0, left, len(left))
+        return [path for path, _ in Taken("", report).skipped()]
+
+    assert named(b"a", b"b") == ["a", "b"]
+    assert len(named(*[b"a"] * 150)) == 100
+    assert named(b"first", *[b"x" * 250_000] * 100) == ["first"]
+    assert sum(map(len, named(*[b"x" * 4_000] * 100))) <= 48 << 10

@@ -65,6 +65,8 @@ EMPTY = f"{PROJECT}@0"
 """The state that a sandbox of no snapshot begins with."""
 MAX_SKIPPED = 100
 """Paths that a snapshot's record names; it counts all of them."""
+_SKIPPED_BYTES = 48 << 10
+"""Of these paths together: each may have 250 KiB, and the records of all snapshots are read for a list of them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ class Taken:
 
     def skipped(self) -> tuple[tuple[str, str], ...]:
         """The first paths that were left out, with why."""
-        return tuple((os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED])
+        room, named = _SKIPPED_BYTES, []
+        for item in self.report.left_out[:MAX_SKIPPED]:
+            room -= len(item.path)
+            if room < 0:
+                break
+            named.append((os.fsdecode(item.path), item.why.value))
+        return tuple(named)
 
 
 @dataclass(frozen=True)
