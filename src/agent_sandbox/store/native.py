@@ -47,6 +47,8 @@ _ERRORS: dict[str, type[SandboxError]] = {
 
 
 _ROW = struct.Struct("<QQQ")
+_MESSAGE = 2_000
+"""Characters of an error: it may name a path, which a sandbox makes as long as a megabyte."""
 
 
 @contextmanager
@@ -55,6 +57,8 @@ def _translated() -> Iterator[None]:
         yield
     except _native.EngineError as error:
         code, message = error.args
+        if len(message) > _MESSAGE:
+            message = f"{message[: _MESSAGE // 2]}…{message[-_MESSAGE // 2 :]}"
         raise _ERRORS[code](message) from None
 
 

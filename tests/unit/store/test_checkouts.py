@@ -18,6 +18,7 @@ from agent_sandbox.store import Store
 from agent_sandbox.store.checkouts import MAX_DEPTH, Checkouts
 from agent_sandbox.store.native import NativeEngine
 from agent_sandbox.store.objects import Entry
+from agent_sandbox.store.trees import remove_tree
 
 pytestmark = pytest.mark.real  # files get an owner
 
@@ -238,3 +239,4 @@ def test_a_state_as_deep_as_one_may_be_is_measured_and_evicted(place: Place) -> 
     place.cache = place.open(max_bytes=0)
     assert place.cache.tidy() == 1
     assert place.names() == []
+    remove_tree(place.tree)

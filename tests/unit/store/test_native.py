@@ -52,6 +52,16 @@ def test_every_code_of_the_engine_is_the_error_that_has_it(code: str, monkeypatc
     assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
+def test_a_message_of_the_engine_is_short_whatever_path_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise _native.EngineError("invalid_request", "begins " + "\\x01" * 255_000 + " ends")
+
+    monkeypatch.setattr(_native, "capture", refuse)
+    with scratch() as place, pytest.raises(InvalidRequestError, match=r"^begins .* ends$") as caught:
+        capture(ENGINE, place, memory(place))
+    assert len(str(caught.value)) < 2_100
+
+
 def test_what_is_no_directory_is_refused() -> None:
     with scratch() as place:
         store = memory(place)
