@@ -157,6 +157,7 @@ def test_want_of_memory_says_what_happened_and_what_to_do(local: Local) -> None:
     exec_id = local.out("exec", "-d", sandbox, "--", "python3", "-c", hog)
     assert local.run("logs", "-f", sandbox, exec_id).stderr == f"agent-sandbox: {note}\n"
     assert "signal 9, out of memory" in local.out("execs", sandbox)
+    local.out("rm", sandbox)
 
 
 def test_environment_and_directory(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:

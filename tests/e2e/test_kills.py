@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_sandbox.store import walk
+from agent_sandbox.store.objectdb import ObjectDatabase
+from agent_sandbox.store.packs import pack_name
 from tests.kills.campaign import Campaign, target
 from tests.real.leaks import resources
 
@@ -30,13 +33,26 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     assert {"create", "write", "exec", "detach", "attach", "snapshot", "rollback", "fork", "stop"} <= set(done)
 
 
+def damage(path: Path, snapshot: str) -> None:
+    """Overwrite the record of the directory that a snapshot shows."""
+    with ObjectDatabase.open(path) as database:
+        commit = next(pin.commit for pin in database.index.pins() if pin.name == snapshot)
+        tree = walk.commit(database, commit).root.content
+        assert tree is not None
+        (place,) = database.locate([tree])
+        assert place is not None
+        with (database.packs / pack_name(place.pack)).open("r+b") as pack:
+            pack.seek(place.offset)
+            pack.write(bytes(place.length))
+
+
 def meddle(campaign: Campaign) -> None:
     """Do what a server that loses things would do, to each worker's oldest."""
     data = campaign.served.data
     lost, later = list[str](), list[str]()
     for worker in campaign.workers:
         for snap in worker.snaps[:1]:
-            (data / "snapshots" / f"{snap.id}.tar.zst").write_bytes(b"")
+            damage(data / "store", snap.id)
         ids = [box.id for box in worker.boxes if not box.is_brief]
         lost, later = lost + ids[:1], later + ids[1:2]
     with contextlib.closing(sqlite3.connect(data / "state.db")) as state, state:

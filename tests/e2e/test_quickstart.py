@@ -122,6 +122,7 @@ def test_the_examples_of_the_sdks_page_run(local: Local, tmp_path: Path) -> None
         tar.add(ROOT / "README.md", "README.md")
     body = "\n".join(parts).replace("make -j2", "echo made").replace('"/tmp/', f'"{tmp_path}/')
     body = body.replace('"src.tar"', f'"{tmp_path}/src.tar"').replace("cursor=4096", "cursor=1")
+    body = body.replace('"before.tar"', f'"{tmp_path}/before.tar"')
     program = "from agent_sandbox import Sandbox\nwith Sandbox.create(timeout_seconds=60) as sandbox:\n"
     program += "".join(f"    {line}\n" for line in body.splitlines())
     vim = terminal.replace("vim notes.txt", "read x").replace(":q\\r", "typed\\r")
@@ -132,6 +133,9 @@ def test_the_examples_of_the_sdks_page_run(local: Local, tmp_path: Path) -> None
     assert "ready " in lines
     assert lines[-1] == "0"
     assert (tmp_path / "copy.bin").read_bytes() == bytes(range(256))
+    assert tarfile.is_tarfile(tmp_path / "before.tar")
+    assert "merged []" in lines
+    local.out("rm", *(item["id"] for item in local.json("snapshots")))
 
 
 def test_the_readmes_command_prints_42(local: Local) -> None:
