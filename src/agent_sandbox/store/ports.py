@@ -112,6 +112,15 @@ class Captured:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class Upper:
+    """The upper directory of a mounted overlay, and the commit that the layers below it show: not the head of its
+    branch, which moves with every snapshot."""
+
+    directory: Path
+    below: bytes
+
+
 class OverlayRefusedError(ConflictError):
     """The upper directory of an overlay does not tell the state, or this engine cannot read it: capture the merged
     view. Nothing was kept that the state needs, and nothing is wrong."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
+from agent_sandbox.store import Created, Store, Upper, UpToDate
 from agent_sandbox.store.native import NativeEngine
 from agent_sandbox.store.objects import Entry
 from agent_sandbox.store.ports import Captured, Options, OverlayRefusedError
@@ -87,6 +88,7 @@ def overlay(make: Callable[[Path], None]) -> Iterator[Overlay]:
         base = capture(ENGINE, place / "tree", store).root
         checkout(ENGINE, base, place / "lower", store)
         (place / "upper").mkdir()
+        shutil.copystat(place / "lower", place / "upper")
         (place / "work").mkdir()
         yield Overlay(place, store, base)
 
@@ -291,3 +293,36 @@ def test_damage_below_is_refused() -> None:
         pack.write_bytes(data)
         with pytest.raises(OverlayRefusedError, match="cannot be read"):
             over.upper()
+
+
+@contextmanager
+def committed(make: Callable[[Path], None]) -> Iterator[tuple[Store, Overlay, Upper]]:
+    """A store with a state, and an overlay over its checkout."""
+    with overlay(make) as over, Store.create(over.place / "store", engine=ENGINE) as store:
+        made = store.init("p", over.place / "tree")
+        yield store, over, Upper(over.place / "upper", made.commit)
+
+
+def test_a_commit_reads_the_upper_directory() -> None:
+    with committed(directories) as (store, over, upper), over.merged() as merged:
+        assert isinstance(store.commit("p", merged, upper=upper), UpToDate)
+        for step in (run("echo 1 >f/file1"), move(("a", "d/a")), run("rm d/a/b/file1")):
+            step(merged)
+            made = store.commit("p", merged, upper=upper)
+            assert isinstance(made, Created)
+            assert made.report.files == 1
+            # What the layers show is no longer the head: the merged view is the measure.
+            assert store.commit("p", merged, fresh=True).commit == made.commit  # type: ignore[union-attr]
+        assert store.check().clean
+
+
+@pytest.mark.parametrize("why", ["links", "another commit"])
+def test_a_commit_reads_the_merged_view_otherwise(why: str) -> None:
+    with committed(linked) as (store, over, upper), over.merged() as merged:
+        run("echo x >d/linked" if why == "links" else "echo x >f/file1")(merged)
+        below = upper.below if why == "links" else bytes(32)
+        made = store.commit("p", merged, upper=Upper(upper.directory, below))
+        assert isinstance(made, Created)
+        assert made.report.files > 700
+        assert isinstance(store.commit("p", merged), UpToDate)
+        assert store.check().clean
