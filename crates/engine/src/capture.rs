@@ -26,6 +26,7 @@ mod lower;
 mod past;
 mod remembered;
 mod trees;
+mod upper;
 mod worker;
 
 use crate::attributes::{self, Attributes};
@@ -47,6 +48,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 use trees::Trees;
+use upper::{Mark, Upper};
 use worker::{About, Answer, ReadFile, Shared, Task, with_workers};
 
 /// Files and bytes that are given to a worker at a time.
@@ -65,6 +67,8 @@ pub struct Request<'a> {
     pub base: Option<&'a [u8]>,
     /// The stat cache of this directory.
     pub cache: Option<&'a Path>,
+    /// Whether `directory` is the upper directory of an overlay whose lower ones show `base`; see `capture/upper.rs`.
+    pub overlay: bool,
     /// Whether owners are recorded.
     pub owners: bool,
     /// Workers; 0 is one for each core, at most 8.
@@ -133,11 +137,19 @@ pub fn capture(host: &mut dyn Host, request: &Request<'_>) -> Result<Captured> {
 struct DirectoryAttributes<'c, 'a> {
     collector: &'c mut Collector<'a, Storer<'a>>,
     attrs: HashMap<u32, Id>,
+    /// Those of an upper directory, where it is one.
+    marks: Option<HashMap<u32, Mark>>,
 }
 
 impl Visit for DirectoryAttributes<'_, '_> {
     fn directory(&mut self, node: u32, directory: BorrowedFd<'_>) -> Result<bool, Error> {
         self.attrs.remove(&node);
+        if let Some(marks) = &mut self.marks {
+            match upper::mark(directory)? {
+                Some(mark) => drop(marks.insert(node, mark)),
+                None => drop(marks.remove(&node)),
+            }
+        }
         match attributes::read(directory) {
             Ok(Attributes::None) | Err(Errno::NODATA) => Ok(true),
             Ok(Attributes::Some(canonical)) => {
@@ -148,6 +160,10 @@ impl Visit for DirectoryAttributes<'_, '_> {
             Err(errno) => Err(failed(errno, b"")),
         }
     }
+
+    fn hides(&self) -> bool {
+        self.marks.is_some()
+    }
 }
 
 fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured, Remembered)> {
@@ -155,15 +171,30 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
     let reader = Reader::new(packs, client);
     let place = Place::new(request.directory);
     let mut collector = Collector::new(seen, Storer::new(client.clone(), &reader));
-    let mut visit = DirectoryAttributes { collector: &mut collector, attrs: HashMap::new() };
+    let base = base(request, client)?;
+    if request.overlay {
+        upper::sees_marks(request.directory)?;
+        if base.is_none() {
+            return Err(Error::Refused("the store does not have the state below".to_owned()));
+        }
+        let owned = |bytes| decode_root(bytes).map(|root| root.owner.is_some());
+        if request.base.map(owned).transpose()? != Some(request.owners) {
+            return Err(Error::Refused("owners are recorded in only one of the states".to_owned()));
+        }
+    }
+    let marks = request.overlay.then(HashMap::new);
+    let mut visit = DirectoryAttributes { collector: &mut collector, attrs: HashMap::new(), marks };
     let mut scan = Scan::new(&place, &mut visit, &|| client.check())?;
-    let attrs = visit.attrs;
+    let (attrs, marks) = (visit.attrs, visit.marks);
     collector.hand_on(true)?;
     collector.outlet.finish()?;
 
     let mut found = Found { contents: vec![None; scan.nodes.len()], attrs, ..Found::default() };
+    let upper = match (marks, base) {
+        (Some(marks), Some(base)) => Some(Upper::new(&reader, &scan, &marks, base, &|| client.check())?),
+        _ => None,
+    };
     link(&mut scan, &mut found)?;
-    let base = base(request, client)?;
     let cache = request.cache.and_then(|path| StatCache::load(path, scan.device));
     let trusted = cache.as_ref().is_some_and(|cache| Some(cache.root) == base);
     if let Some(cache) = &cache {
@@ -171,7 +202,8 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
     }
 
     let (held, linked) = (AtomicUsize::new(0), found.links.keys().copied().collect());
-    let lower = request.lower.map(Place::new);
+    // What shows through a directory that was moved is elsewhere in the lower one.
+    let lower = request.lower.filter(|_| !request.overlay).map(Place::new);
     let shared = Shared {
         scan: &scan,
         place: &place,
@@ -182,7 +214,10 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
         linked: &linked,
         held: &held,
     };
-    let mut past = Past::new(&reader, base);
+    let mut past = match &upper {
+        Some(upper) => Past::over(&reader, &upper.lower),
+        None => Past::new(&reader, base),
+    };
     let mut left = Vec::new();
     let threads = match request.threads {
         0 => std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS),
@@ -198,7 +233,7 @@ fn work(client: &Client, request: &Request<'_>, seen: &Seen) -> Result<(Captured
     let (read, (root, roots)) = with_workers(threads, &shared, |tasks, answers| {
         read_files(&shared, &mut past, &mut found, &mut left, tasks, answers)?;
         let mut collector = Collector::new(seen, Delegate { tasks });
-        let mut trees = Trees::new(&scan, &found, &mut past, request, &mut collector);
+        let mut trees = Trees::new(&scan, &found, &mut past, upper.as_ref(), request, &mut collector);
         trees.make(&known, &|| client.check())?;
         let done = (trees.root()?, std::mem::take(&mut trees.roots));
         collector.hand_on(true)?;

@@ -17,6 +17,8 @@ pub enum Error {
     Invalid(String),
     /// Something changed under our hands: `ConflictError`.
     Conflict(String),
+    /// The upper directory of an overlay does not tell the state: `OverlayRefusedError`.
+    Refused(String),
     /// The rights of the caller do not allow it: `ForbiddenError`.
     Forbidden(String),
     /// A quota of this process is used up: `LimitExceededError`.
@@ -91,6 +93,7 @@ impl fmt::Display for Error {
             Error::Damaged(text)
             | Error::Invalid(text)
             | Error::Conflict(text)
+            | Error::Refused(text)
             | Error::Forbidden(text)
             | Error::Limit(text)
             | Error::Full(text)

@@ -12,11 +12,12 @@ use crate::open::Place;
 use listing::Listing;
 use rustix::fs::{AtFlags, FileType, Stat};
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 
 /// Directories inside each other.
-const MAX_DEPTH: usize = 1_000;
+pub const MAX_DEPTH: usize = 1_000;
 /// How often something that changes is looked at.
 pub const TRIES: usize = 3;
 /// Paths of what was left out that are told, and their bytes in all.
@@ -75,7 +76,7 @@ pub struct Dir {
     pub node: u32,
     pub first: u32,
     pub count: u32,
-    depth: u16,
+    pub depth: u16,
     /// Not to be in the commit, nor anything below.
     pub left_out: bool,
 }
@@ -125,6 +126,11 @@ impl LeftOut {
 /// What a directory tells to whoever reads its attributes while it is open.
 pub trait Visit {
     fn directory(&mut self, node: u32, directory: BorrowedFd<'_>) -> Result<bool>;
+
+    /// Whether this is the upper directory of an overlay: character devices 0/0 and all else that is left out hide names.
+    fn hides(&self) -> bool {
+        false
+    }
 }
 
 #[derive(Debug, Default)]
@@ -133,8 +139,10 @@ pub struct Scan {
     pub dirs: Vec<Dir>,
     names: Vec<u8>,
     pub device: u64,
-    /// Nodes with several names that are no directories, by inode: candidates for links.
-    linked: Vec<(u64, u32)>,
+    /// Nodes with several names that are no directories, by inode, with how many names: candidates for links.
+    linked: Vec<(u64, u32, usize)>,
+    /// Names that a directory of an upper has without a node, sorted.
+    hidden: HashMap<u32, Vec<Vec<u8>>>,
     pub left_out: LeftOut,
 }
 
@@ -196,6 +204,35 @@ impl Scan {
         found.kind != Type::Directory || !self.dirs[found.more as usize].left_out
     }
 
+    /// The node of a name in a directory.
+    pub fn child(&self, dir: u32, name: &[u8]) -> Option<u32> {
+        let Dir { first, count, .. } = self.dirs[dir as usize];
+        let (mut low, mut high) = (first, first + count);
+        while low < high {
+            let middle = low.midpoint(high);
+            match self.name(middle).cmp(name) {
+                std::cmp::Ordering::Equal => return Some(middle),
+                std::cmp::Ordering::Less => low = middle + 1,
+                std::cmp::Ordering::Greater => high = middle,
+            }
+        }
+        None
+    }
+
+    /// Whether a directory of an upper hides a name for which it has no node.
+    pub fn hides(&self, dir: u32, name: &[u8]) -> bool {
+        let hidden = self.hidden.get(&dir);
+        hidden.is_some_and(|names| names.binary_search_by(|hidden| hidden.as_slice().cmp(name)).is_ok())
+    }
+
+    /// A node whose inode has names that the scan did not see. To be asked before [`Scan::links`].
+    pub fn linked_outside(&self) -> Option<u32> {
+        let mut seen: HashMap<u64, usize> = HashMap::new();
+        self.linked.iter().for_each(|(inode, ..)| *seen.entry(*inode).or_default() += 1);
+        let outside = |(inode, _, names): &&(u64, u32, usize)| seen.get(inode) != Some(names);
+        self.linked.iter().find(outside).map(|(_, node, _)| *node)
+    }
+
     /// The path of a node below the root.
     pub fn path(&self, mut node: u32) -> Vec<u8> {
         let mut names = Vec::new();
@@ -214,7 +251,7 @@ impl Scan {
         let groups = linked.chunk_by(|a, b| a.0 == b.0).filter(|group| group.len() > 1);
         groups
             .map(|group| {
-                let mut paths: Vec<_> = group.iter().map(|(_, node)| (self.path(*node), *node)).collect();
+                let mut paths: Vec<_> = group.iter().map(|(_, node, _)| (self.path(*node), *node)).collect();
                 paths.sort_unstable();
                 paths.into_iter().map(|(_, node)| node).collect()
             })
@@ -277,12 +314,21 @@ impl Scan {
                 break;
             }
             let read = listing.read(opened.as_fd()).map_err(|errno| failed(errno, &path))?;
-            let complete = read && self.take(dir, opened.as_fd(), listing, &path)?;
+            let overlay = visit.hides();
+            let complete = read && self.take(dir, opened.as_fd(), listing, &path, overlay)?;
             let fits = !complete || visit.directory(node, opened.as_fd())?;
             let after = rustix::fs::fstat(&opened).map_err(|errno| failed(errno, &path))?;
             if complete && State::of(&before) == State::of(&after) {
                 for (name, why) in listing.left.drain(..) {
-                    self.left_out.add(join(&path, &name), why);
+                    if let Some(why) = why {
+                        self.left_out.add(join(&path, &name), why);
+                    }
+                    if overlay {
+                        self.hidden.entry(dir).or_default().push(name);
+                    }
+                }
+                if let Some(names) = self.hidden.get_mut(&dir) {
+                    names.sort_unstable();
                 }
                 if !fits {
                     self.left_out.add(path, Left::Attributes);
@@ -307,6 +353,7 @@ impl Scan {
         directory: BorrowedFd<'_>,
         listing: &mut Listing,
         path: &[u8],
+        overlay: bool,
     ) -> Result<bool> {
         let first = self.nodes.len() as u32;
         let mut target = [MaybeUninit::<u8>::uninit(); MAX_TARGET + 1];
@@ -317,19 +364,20 @@ impl Scan {
                 Err(Errno::NOENT) => return Ok(false),
                 Err(Errno::ACCESS | Errno::PERM) => {
                     let name = name.to_vec();
-                    listing.left.push((name, Left::Unreadable));
+                    listing.left.push((name, Some(Left::Unreadable)));
                     continue;
                 }
                 Err(errno) => return Err(failed(errno, &join(path, name))),
             };
             let kind = match FileType::from_raw_mode(stat.st_mode) {
-                _ if stat.st_dev != self.device => Err(Left::OtherFilesystem),
+                _ if stat.st_dev != self.device => Err(Some(Left::OtherFilesystem)),
                 FileType::RegularFile => Ok(Type::File),
                 FileType::Directory => Ok(Type::Directory),
                 FileType::Symlink => Ok(Type::Symlink),
                 FileType::Fifo => Ok(Type::Fifo),
-                FileType::Socket => Err(Left::Socket),
-                _ => Err(Left::Device),
+                FileType::CharacterDevice if overlay && stat.st_rdev == 0 => Err(None),
+                FileType::Socket => Err(Some(Left::Socket)),
+                _ => Err(Some(Left::Device)),
             };
             let kind = match kind {
                 Ok(kind) => kind,
@@ -352,7 +400,7 @@ impl Scan {
                 self.names.extend_from_slice(text);
             }
             if kind != Type::Directory && stat.st_nlink > 1 {
-                self.linked.push((stat.st_ino, node));
+                self.linked.push((stat.st_ino, node, stat.st_nlink as usize));
             }
         }
         let count = self.nodes.len() as u32 - first;

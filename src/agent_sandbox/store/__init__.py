@@ -20,6 +20,7 @@ from agent_sandbox.store.outcomes import (
     Report,
     UpToDate,
 )
+from agent_sandbox.store.ports import Upper
 from agent_sandbox.store.stats import Stats
 from agent_sandbox.store.store import Store
 
@@ -48,4 +49,5 @@ __all__ = [
     "Store",
     "Type",
     "UpToDate",
+    "Upper",
 ]

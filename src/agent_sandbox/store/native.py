@@ -28,7 +28,7 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.store.objects import Entry, Kind, decode_root, encode_root
 from agent_sandbox.store.outcomes import Left, LeftOut, Report
-from agent_sandbox.store.ports import Captured, Location, Objects, Options, Progress, Row, Writer
+from agent_sandbox.store.ports import Captured, Location, Objects, Options, OverlayRefusedError, Progress, Row, Writer
 
 __all__ = ["NativeEngine", "Seen", "cut", "verify"]
 
@@ -74,6 +74,7 @@ class NativeEngine:
         base: Entry | None = None,
         lower: int | None = None,
         cache: Path | None = None,
+        overlay: bool = False,
         options: Options | None = None,
         progress: Progress | None = None,
     ) -> Captured:
@@ -81,7 +82,7 @@ class NativeEngine:
         options = options or Options()
         before = writer.written
         with _translated():
-            root, counts, left_out, left_out_count = _native.capture(
+            answer = _native.capture(
                 directory,
                 objects.packs,
                 objects.locate,
@@ -91,10 +92,14 @@ class NativeEngine:
                 base=None if base is None else encode_root(base),
                 lower=lower,
                 cache=cache,
+                overlay=overlay,
                 owners=options.owners,
                 threads=options.threads,
                 progress=progress,
             )
+        if isinstance(answer, str):
+            raise OverlayRefusedError(answer)
+        root, counts, left_out, left_out_count = answer
         files, directories, symlinks, fifos, size, read = counts
         report = Report(
             files=files,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from agent_sandbox.errors import ConflictError
 from agent_sandbox.store.objects import Entry, Kind
 from agent_sandbox.store.outcomes import Report
 
@@ -111,6 +112,20 @@ class Captured:
     report: Report
 
 
+@dataclass(frozen=True, slots=True)
+class Upper:
+    """The upper directory of a mounted overlay, and the commit that the layers below it show: not the head of its
+    branch, which moves with every snapshot."""
+
+    directory: Path
+    below: bytes
+
+
+class OverlayRefusedError(ConflictError):
+    """The upper directory of an overlay does not tell the state, or this engine cannot read it: capture the merged
+    view. Nothing was kept that the state needs, and nothing is wrong."""
+
+
 class Engine(Protocol):
     """The byte work over directory trees. Everything goes by descriptors; no symlink is ever followed."""
 
@@ -123,6 +138,7 @@ class Engine(Protocol):
         base: Entry | None = None,
         lower: int | None = None,
         cache: Path | None = None,
+        overlay: bool = False,
         options: Options | None = None,
         progress: Progress | None = None,
     ) -> Captured:
@@ -134,6 +150,12 @@ class Engine(Protocol):
         ``cache`` is the stat cache of this directory: a file whose device, inode, size, mtime and ctime are as
         remembered is not
         read again; a missing or unreadable cache only costs time. It is replaced at the end.
+        ``overlay``: the directory is the upper one of an overlay whose lower ones show exactly ``base``, mounted with
+        ``redirect_dir=on,index=on,metacopy=off``. The state is that of the merged view, and only what changed is looked
+        at: the report counts what the upper directory has. ``lower`` is not used. :class:`OverlayRefusedError` when it
+        cannot be told from the upper directory: a name of a linked file of ``base`` was changed, removed or moved, also
+        inside of a directory; ``base`` is missing or damaged, or has owners where none are to be recorded, or the other
+        way round; this process does not see ``trusted`` attributes.
         Raises :class:`ConflictError` when an entry changes type, size or times while it is read (twice tried), and the
         errors of the store. :class:`InvalidRequestError` for a tree deeper than 1,000 directories.
         """

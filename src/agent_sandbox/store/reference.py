@@ -12,7 +12,7 @@ from agent_sandbox.store.capture import capture
 from agent_sandbox.store.difference import difference
 from agent_sandbox.store.layout import lay_out
 from agent_sandbox.store.objects import Entry
-from agent_sandbox.store.ports import Captured, Objects, Options, Progress, Writer
+from agent_sandbox.store.ports import Captured, Objects, Options, OverlayRefusedError, Progress, Writer
 
 
 class ReferenceEngine:
@@ -27,10 +27,14 @@ class ReferenceEngine:
         base: Entry | None = None,
         lower: int | None = None,
         cache: Path | None = None,
+        overlay: bool = False,
         options: Options | None = None,
         progress: Progress | None = None,
     ) -> Captured:
-        """See :class:`~agent_sandbox.store.ports.Engine`. ``lower`` only saves time, and is not used."""
+        """See :class:`~agent_sandbox.store.ports.Engine`. ``lower`` only saves time, and is not used; upper
+        directories of overlays are always refused."""
+        if overlay:
+            raise OverlayRefusedError("this engine reads merged views alone")
         return capture(
             directory, objects, writer, base=base, cache=cache, options=options or Options(), progress=progress
         )

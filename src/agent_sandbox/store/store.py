@@ -38,7 +38,7 @@ from agent_sandbox.store.landing import landing, opened
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.outcomes import Conflicts, Created, HeadMoved, UpToDate
-from agent_sandbox.store.ports import Captured, Engine, Options, Progress, Writer
+from agent_sandbox.store.ports import Captured, Engine, Options, OverlayRefusedError, Progress, Upper, Writer
 from agent_sandbox.store.stats import Stats, data_bytes, stats
 from agent_sandbox.store.tarin import Cut
 from agent_sandbox.store.tarinput import Limits
@@ -130,6 +130,7 @@ class Store:
         message: str = "",
         expected: bytes | None = None,
         fresh: bool = False,
+        upper: Upper | None = None,
         progress: Progress | None = None,
     ) -> Created | UpToDate | HeadMoved:
         """Make what is in ``directory`` the new head of a branch. When it returns, the commit is on disk.
@@ -137,9 +138,11 @@ class Store:
         ``expected``: the head that the caller worked on; ``HeadMoved`` without reading anything when the branch is
         elsewhere. ``UpToDate``, and nothing is written, when the state is the head's. ``fresh``: believe no times of
         files, read everything and remember nothing (somebody may have written through a shared map, which changes bytes
-        alone). :class:`ConflictError` when the directory changes while it is read.
+        alone). ``upper``: ``directory`` is the merged view of an overlay, and this its upper directory, which is read
+        in its place where it tells the state; the report then counts what is in it alone. :class:`ConflictError` when
+        the directory changes while it is read.
         """
-        take = self._capture(directory, progress, fresh=fresh)
+        take = self._capture(directory, progress, fresh=fresh, upper=upper)
         return branches.advance(self._database, ref, take, note=Note(author, message), expected=expected)
 
     def import_tar(
@@ -416,7 +419,25 @@ class Store:
         commit = self.resolve(ref)
         return commit, branches.state(self._database, commit)
 
-    def _capture(self, directory: Path, progress: Progress | None, *, fresh: bool = False) -> Take:
+    def _capture(
+        self, directory: Path, progress: Progress | None, *, fresh: bool = False, upper: Upper | None = None
+    ) -> Take:
+        def take_upper(writer: Writer, upper: Upper, owners: bool) -> Captured | None:
+            if not self._database.index.has_state(upper.below):
+                return None
+            with opened(upper.directory) as fd, suppress(OverlayRefusedError):
+                return self._engine.capture(
+                    fd,
+                    self._database,
+                    writer,
+                    base=walk.commit(self._database, upper.below).root,
+                    cache=None if fresh else self._stat_cache(upper.directory),
+                    overlay=True,
+                    options=Options(owners=owners),
+                    progress=progress,
+                )
+            return None
+
         def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
             with opened(directory) as fd:
                 if self._database.path.resolve().is_relative_to(directory.resolve()):
@@ -424,6 +445,10 @@ class Store:
                 cache = self._stat_cache(directory)
                 if fresh:
                     cache.unlink(missing_ok=True)
+                    if upper is not None:
+                        self._stat_cache(upper.directory).unlink(missing_ok=True)
+                if upper is not None and (captured := take_upper(writer, upper, owners)) is not None:
+                    return captured
                 return self._engine.capture(
                     fd,
                     self._database,

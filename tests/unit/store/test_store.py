@@ -252,6 +252,7 @@ class Meddling(ReferenceEngine):
         base: Entry | None = None,
         lower: int | None = None,
         cache: Path | None = None,
+        overlay: bool = False,
         options: Options | None = None,
         progress: Progress | None = None,
     ) -> Captured:

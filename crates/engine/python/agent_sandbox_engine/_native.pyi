@@ -24,12 +24,13 @@ def capture(
     base: bytes | None,
     lower: int | None,
     cache: PathLike[str] | None,
+    overlay: bool,
     owners: bool,
     threads: int,
     progress: Callable[[int, int, int, int], None] | None,
-) -> tuple[bytes, tuple[int, int, int, int, int, int], list[tuple[bytes, str]], int]:
+) -> tuple[bytes, tuple[int, int, int, int, int, int], list[tuple[bytes, str]], int] | str:
     """Return the root entry; files, directories, symlinks, FIFOs, bytes, bytes read; what was left out and why; how
-    much that is."""
+    much that is. A text is why the upper directory of an overlay does not tell the state."""
 
 def checkout(
     root: bytes,

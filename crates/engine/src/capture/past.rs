@@ -66,6 +66,11 @@ impl<'a> Past<'a> {
         Past { reader, trees: HashMap::from([(0, root)]) }
     }
 
+    /// Directories whose old trees are known already, by number.
+    pub fn over(reader: &'a Reader<'a>, lower: &[Option<Id>]) -> Past<'a> {
+        Past { reader, trees: (0..).zip(lower.iter().copied()).collect() }
+    }
+
     /// The root of a directory's old tree, if it was looked for already.
     pub fn known(&self, dir: u32) -> Option<Id> {
         self.trees.get(&dir).copied().flatten()
@@ -114,7 +119,7 @@ impl<'a> Past<'a> {
             let (file, directory) = found.unwrap_or_default();
             match files.get_mut(index) {
                 Some(place) => *place = file,
-                None => drop(self.trees.insert(scan.number(node), directory)),
+                None => drop(self.trees.entry(scan.number(node)).or_insert(directory)),
             }
         }
         Ok(files)

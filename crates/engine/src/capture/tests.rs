@@ -92,6 +92,7 @@ pub fn try_take(caller: &mut Caller, tree: &Path, given: &Given<'_>) -> Result<C
         packs: caller.store.directory_fd(),
         base: given.base,
         cache: given.cache,
+        overlay: false,
         owners: false,
         threads: given.threads,
     };

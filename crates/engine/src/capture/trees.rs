@@ -1,6 +1,7 @@
 //! The directories of a capture, from the deepest up: entries into pages, pages into objects.
 
 use super::past::Past;
+use super::upper::Upper;
 use super::{Found, Request};
 use crate::error::{Error, Result};
 use crate::format::{Body, Entry, Id, Kind, Owner, Time, identity, put_entry};
@@ -25,6 +26,7 @@ pub struct Trees<'t, 'a, O> {
     pub scan: &'t Scan,
     pub found: &'t Found,
     pub past: &'t mut Past<'a>,
+    pub upper: Option<&'t Upper<'a>>,
     pub request: &'t Request<'t>,
     pub collector: &'t mut Collector<'a, O>,
     /// Roots of trees by the number of their directory.
@@ -38,11 +40,12 @@ impl<'t, 'a, O: Outlet> Trees<'t, 'a, O> {
         scan: &'t Scan,
         found: &'t Found,
         past: &'t mut Past<'a>,
+        upper: Option<&'t Upper<'a>>,
         request: &'t Request<'t>,
         collector: &'t mut Collector<'a, O>,
     ) -> Trees<'t, 'a, O> {
         let roots = vec![[0; 32]; scan.dirs.len()];
-        Trees { scan, found, past, request, collector, roots, bytes: Vec::new(), pages: Vec::new() }
+        Trees { scan, found, past, upper, request, collector, roots, bytes: Vec::new(), pages: Vec::new() }
     }
 
     /// Make all trees. `known` says which tree of a directory the store has for certain.
@@ -63,19 +66,19 @@ impl<'t, 'a, O: Outlet> Trees<'t, 'a, O> {
         self.bytes.clear();
         self.pages.clear();
         let mut complete = true;
-        for node in here.first..here.first + here.count {
-            if !self.scan.kept(node) || self.found.unreadable.contains(&node) {
-                continue;
-            }
-            let entry = self.entry(node)?;
-            let (held, waiting) = (&mut self.bytes, &mut self.pages);
-            pages.add(entry.name, &mut |page| put_entry(page, &entry), &mut |made| {
-                hold(held, waiting, &made)
+        let scan = self.scan;
+        let mut nodes = (here.first..here.first + here.count).peekable();
+        if let Some(upper) = self.upper {
+            upper.showing(scan, dir, &mut |entry| {
+                while let Some(node) = nodes.next_if(|node| scan.name(*node) < entry.name) {
+                    complete &= self.node(dir, node, &mut pages)?;
+                }
+                complete &= self.add(dir, entry, &mut pages)?;
+                Ok(())
             })?;
-            if self.bytes.len() >= MOST_HELD {
-                complete = false;
-                self.keep(dir)?;
-            }
+        }
+        for node in nodes {
+            complete &= self.node(dir, node, &mut pages)?;
         }
         let (held, waiting) = (&mut self.bytes, &mut self.pages);
         let root = pages.finish(&mut |made| hold(held, waiting, &made))?;
@@ -84,6 +87,25 @@ impl<'t, 'a, O: Outlet> Trees<'t, 'a, O> {
             self.keep(dir)?;
         }
         Ok(())
+    }
+
+    /// Add a node to its directory, unless it is left out. Whether all pages still wait.
+    fn node(&mut self, dir: u32, node: u32, pages: &mut TreePages) -> Result<bool> {
+        if !self.scan.kept(node) || self.found.unreadable.contains(&node) {
+            return Ok(true);
+        }
+        let entry = self.entry(node)?;
+        self.add(dir, &entry, pages)
+    }
+
+    fn add(&mut self, dir: u32, entry: &Entry<'_>, pages: &mut TreePages) -> Result<bool> {
+        let (held, waiting) = (&mut self.bytes, &mut self.pages);
+        pages.add(entry.name, &mut |page| put_entry(page, entry), &mut |made| hold(held, waiting, &made))?;
+        if self.bytes.len() < MOST_HELD {
+            return Ok(true);
+        }
+        self.keep(dir)?;
+        Ok(false)
     }
 
     /// Keep the pages that wait.

@@ -11,6 +11,13 @@ use rustix::fs::{Mode, OFlags};
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 
+/// An answer, or why the upper directory of an overlay does not give one.
+#[derive(IntoPyObject)]
+pub enum Outcome<'py> {
+    Captured(Answer<'py>),
+    Refused(String),
+}
+
 /// Root entry; files, directories, symlinks, FIFOs, bytes, read; what was left out; how much that is.
 type Answer<'py> =
     (Bound<'py, PyBytes>, (u64, u64, u64, u64, u64, u64), Vec<(Bound<'py, PyBytes>, &'static str)>, u64);
@@ -18,7 +25,7 @@ type Answer<'py> =
 /// See `ports.Engine.capture`. `locate`, `has` and `append` are methods of `ports.Objects` and `ports.Writer`,
 /// `row` is the class `ports.Row`; all are called from this thread alone.
 #[pyfunction]
-#[pyo3(signature = (directory, packs, locate, has, append, row, *, base, lower, cache, owners, threads, progress))]
+#[pyo3(signature = (directory, packs, locate, has, append, row, *, base, lower, cache, overlay, owners, threads, progress))]
 #[allow(clippy::too_many_arguments)]
 pub fn capture<'py>(
     py: Python<'py>,
@@ -31,10 +38,11 @@ pub fn capture<'py>(
     base: Option<Vec<u8>>,
     lower: Option<i32>,
     cache: Option<PathBuf>,
+    overlay: bool,
     owners: bool,
     threads: usize,
     progress: Option<Py<PyAny>>,
-) -> PyResult<Answer<'py>> {
+) -> PyResult<Outcome<'py>> {
     let mut host = PyHost::new(locate, Some(PyWriter { has, append, row }), progress);
     let captured = detached(py, || {
         let directory = descriptor(directory)?;
@@ -48,18 +56,22 @@ pub fn capture<'py>(
             packs,
             base: base.as_deref(),
             cache: cache.as_deref(),
+            overlay,
             owners,
             threads,
         };
         run(&mut host, &request)
-    })
-    .map_err(raise)?;
+    });
+    let captured = match captured {
+        Err(Error::Refused(why)) => return Ok(Outcome::Refused(why)),
+        captured => captured.map_err(raise)?,
+    };
     let report = captured.report;
     let left = report.left_out.paths.iter();
-    Ok((
+    Ok(Outcome::Captured((
         PyBytes::new(py, &captured.root),
         (report.files, report.directories, report.symlinks, report.fifos, report.bytes, report.read),
         left.map(|(path, why): &(Vec<u8>, Left)| (PyBytes::new(py, path), why.word())).collect(),
         report.left_out.count,
-    ))
+    )))
 }

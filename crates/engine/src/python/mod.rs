@@ -45,7 +45,7 @@ fn raise(error: Error) -> PyErr {
         Error::Unfit(_) | Error::Io { .. } | Error::Foreign(_) | Error::Stopped | Error::Internal(_) => 0,
         Error::Damaged(_) => 1,
         Error::Invalid(_) => 2,
-        Error::Conflict(_) => 3,
+        Error::Conflict(_) | Error::Refused(_) => 3,
         Error::Forbidden(_) => 4,
         Error::Limit(_) => 5,
         Error::Full(_) => 6,

@@ -10,8 +10,8 @@ pub struct Listing {
     buffer: Vec<u8>,
     pub names: Vec<(u32, u8)>,
     bytes: Vec<u8>,
-    /// Names that are left out.
-    pub left: Vec<(Vec<u8>, Left)>,
+    /// Names that are left out, and why; without a reason they are there to hide others.
+    pub left: Vec<(Vec<u8>, Option<Left>)>,
 }
 
 impl Default for Listing {
@@ -49,7 +49,7 @@ impl Listing {
             }
             let start = u32::try_from(self.bytes.len()).map_err(|_| Errno::FBIG)?;
             let Ok(length) = u8::try_from(name.len()) else {
-                self.left.push((name.to_vec(), Left::Name));
+                self.left.push((name.to_vec(), Some(Left::Name)));
                 continue;
             };
             self.bytes.extend_from_slice(name);
