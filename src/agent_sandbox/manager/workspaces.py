@@ -57,6 +57,7 @@ _T = TypeVar("_T")
 PROJECT = "sandboxes"
 _THREADS = 4
 _GC_SECONDS = 60.0
+_SYNC_SECONDS = 2.0
 _ASK_SECONDS = 30.0
 _ARCHIVE_BLOCKS = 8
 _BLOCK = 1 << 18
@@ -112,6 +113,7 @@ class Workspaces:
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
+        self._syncing: asyncio.Task[None] | None = None
         self._garbage = False
         self._collected = 0.0
 
@@ -134,6 +136,9 @@ class Workspaces:
     async def close(self) -> None:
         """End captures under way and close the store."""
         self._stopping.set()
+        if self._syncing is not None:
+            self._syncing.cancel()
+            await asyncio.wait([self._syncing])
         if self._store is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
         self._threads.shutdown(wait=False)
@@ -286,6 +291,18 @@ class Workspaces:
             yield PreparedWorkspace(tuple(str(layer) for layer in layers))
         finally:
             await uninterrupted(self._run(held.close))
+        if self._syncing is None and self._checkouts is not None and self._checkouts.unsynced:
+            self._syncing = asyncio.create_task(self._sync_soon(), name="sync checkouts")
+
+    async def _sync_soon(self) -> None:
+        """Sync new layers a moment later, many at once: until then a power loss takes them from who stands on them."""
+        try:
+            await asyncio.sleep(_SYNC_SECONDS)
+            await self.tidy()
+        except SandboxError as error:
+            log.warning("new checkouts were not synced: %s", error)
+        finally:
+            self._syncing = None
 
     async def archive(self, commit: str) -> AsyncGenerator[bytes, None]:
         """Yield a state as a tar archive, in pieces; nothing holds it whole."""

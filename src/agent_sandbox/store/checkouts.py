@@ -106,7 +106,9 @@ class Checkouts:
             del kept[name]
         in_use = self._in_use()
         for name in markers:
-            if name not in kept and str(self.path(name)) not in in_use:
+            # What runs stands on layers of this boot. One that a power loss may have torn is better missing than wrong.
+            torn = self._is_torn(self._directory / name)
+            if name not in kept and (torn or str(self.path(name)) not in in_use):
                 self._discard(self._directory / name)
         self._layers = {name: layer for name, layer in kept.items() if layer is not None}
 
@@ -266,6 +268,21 @@ class Checkouts:
                 return None
             at = note.parents[0]
         return None
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether there are layers that a power loss would take; :meth:`tidy` syncs them."""
+        with self._lock:
+            return any(not layer.synced for layer in self._layers.values())
+
+    def _is_torn(self, path: Path) -> bool:
+        """Whether a layer is known to be of an earlier boot, and was not synced in it."""
+        try:
+            with (path / "done").open("rb") as file:
+                found: Any = json.loads(file.read(4_096))
+            return found["synced"] is False and found["boot"] != self._boot
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def _marker(self, path: Path) -> _Layer | None:
         try:

@@ -171,6 +171,22 @@ def test_after_another_boot_only_what_was_synced_counts(place: Place, synced: bo
     assert layer.exists() is synced
 
 
+def test_what_a_power_loss_may_have_torn_goes_though_somebody_stands_on_it(place: Place) -> None:
+    (layer,) = place.layers(place.commit(a="one"))
+    assert place.cache.unsynced
+    marker = layer.parent / "done"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"boot": "another"}))
+    place.in_use = {str(layer)}
+    place.cache = place.open()
+    assert not layer.exists()
+
+
+def test_what_is_synced_is_known(place: Place) -> None:
+    place.layers(place.commit(a="one"))
+    place.cache.tidy()
+    assert not place.cache.unsynced
+
+
 @pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"version": 2}', b"\xff" * 9_000])
 def test_a_marker_that_makes_no_sense_is_none(place: Place, damage: bytes) -> None:
     commit = place.commit(a="one")
