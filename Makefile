@@ -136,8 +136,9 @@ docs: setup ## Generate spec/openapi.json and the reference pages
 openapi: docs
 
 .PHONY: bench
-bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root)
+bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root); with bench-store, some 30 minutes
 	@$(SUDO) $(BIN)/python -m tests.bench
+	@$(MAKE) bench-store
 
 .PHONY: bench-store
 bench-store: setup $(STAMPS)/store-bench-tools ## Measure the versioned store beside tar, git, restic and borg
