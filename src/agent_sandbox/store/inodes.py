@@ -28,8 +28,12 @@ ATTEMPTS = 3
 """How often what changes while it is read is read."""
 _PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
-_CHANGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ESTALE, errno.ENODATA, errno.EAGAIN)
-"""What the system says when something is no longer what it was, or is being changed (a lease)."""
+_CHANGED = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ESTALE, errno.ENODATA, errno.EAGAIN),
+    errno.ENXIO,
+)
+"""What the system says when something is no longer what it was (ENXIO: a socket now, or cut off where holes are looked
+for), or is being changed (EAGAIN: a lease)."""
 
 
 class UnreadableError(Exception):

@@ -59,8 +59,10 @@ def gnu_tar(directory: Path, *options: str) -> bytes:
 def test_an_archive_of_gnu_tar_is_a_capture(tree: list[Edit], order: str) -> None:
     with scratch() as place:
         build(place / "tree", tree)
-        # GNU tar 1.34 writes the names of a FIFO as several.
-        assume(not any(state.type == "p" and state.names for state in state_of(place / "tree").values()))
+        # GNU tar 1.34 writes the names of a FIFO as several, and no holes of a file of less than one block of a tar.
+        states = state_of(place / "tree").values()
+        assume(not any(state.type == "p" and state.names for state in states))
+        assume(not any(0 < state.size < 512 and state.runs != ((0, state.size),) for state in states))
         captured = capture(REFERENCE, place / "tree", MemoryObjects())
         archive = gnu_tar(place / "tree", "--format=pax", "--xattrs", "--sparse", f"--sort={order}")
         imported = load(archive)[1]
