@@ -298,7 +298,7 @@ def test_disk_that_fills_up(tmp_path: Path, kind: str, size: int) -> None:
         ).stdout.splitlines()
         assert filled[-1] == "store_full"
         assert len(filled) > 2
-        if kind == "ext4 1024":
+        if kind.startswith("ext4"):  # SQLite may need a block to open the index at all: without, StoreFullError says so
             ballast.unlink()
         with ObjectDatabase.open(path) as database:
             assert check(database).damages == ()
