@@ -11,9 +11,10 @@ Strategy
 * A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only
   copy of
   anything: what is damaged, half-built or evicted is built again from the store.
-* A new state is laid out as a difference over the nearest ancestor that is here, so that a rollback or fork costs
-  what changed. One on which the stack would become too deep is passed over for an older one, since cold lookups grow
-  with each layer; without any, the state is laid out whole.
+* A new state is laid out as a difference over the nearest ancestor that is here and that the store still has (a
+  layer may outlive its state: ``Store.forget``), so that a rollback or fork costs what changed. One on which the
+  stack would become too deep is passed over for an older one, since cold lookups grow with each layer; without any,
+  the state is laid out whole.
 * Overlay layers must never change under a mount. So a layer is built beside and renamed, a lease keeps it while
   somebody mounts it, and ``in_use`` (asked before anything is removed) names those that environments stand on.
 * A marker counts if it was written after the layer was synced, or in this boot. Syncing is done behind the caller's
@@ -32,7 +33,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ class _Building:
 class Checkouts:
     """A cache of layers in ``directory``, which it makes. One object for each directory.
 
-    ``in_use`` gives the paths of layers that environments have; when it raises, nothing is removed.
+    ``reading`` keeps gc away from the store while a layer is built. ``in_use`` gives the paths of layers that
+    environments have; when it raises, nothing is removed.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class Checkouts:
         objects: Objects,
         engine: Engine,
         *,
+        reading: Callable[[], AbstractContextManager[None]],
         max_bytes: int,
         in_use: Callable[[], set[str]],
     ) -> None:
         self._directory = directory
         self._objects = objects
         self._engine = engine
+        self._reading = reading
         self._max_bytes = max_bytes
         self._in_use = in_use
         self._lock = threading.Lock()
@@ -194,7 +198,8 @@ class Checkouts:
                     building = self._building[name] = _Building()
             if mine:
                 try:
-                    self._build(name, commit, root, owner)
+                    with self._reading():
+                        self._build(name, commit, root, owner)
                 except BaseException as error:
                     building.error = error
                     raise
@@ -251,16 +256,18 @@ class Checkouts:
                         layer.leases -= 1
 
     def _nearest(self, commit: bytes, owner: tuple[int, int]) -> tuple[Entry, _Layer, list[_Layer]] | None:
-        """The newest ancestor by first parents whose state is here and not too deep, held by leases."""
+        """The newest ancestor by first parents whose state is here, not forgotten and not too deep, held by leases."""
         at = commit
         for _ in range(MAX_ANCESTORS):
             try:
                 note = walk.commit(self._objects, at)
             except StoreDamagedError:
                 return None
+            assert note.root.content is not None, "a root is a directory"
+            is_kept = self._objects.locate([note.root.content]) != [None]  # what is below it is there with it
             with self._lock:
                 stack = self._stack(_name(note.root, owner))
-                if stack and stack[0].depth < MAX_DEPTH:
+                if is_kept and stack and stack[0].depth < MAX_DEPTH:
                     for layer in stack:
                         layer.leases += 1
                     return note.root, stack[0], stack

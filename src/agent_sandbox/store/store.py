@@ -388,7 +388,10 @@ class Store:
 
     def checkouts(self, directory: Path, *, max_bytes: int, in_use: Callable[[], set[str]]) -> Checkouts:
         """Give the cache of checkouts in ``directory`` (see ``checkouts.py``), not yet started."""
-        return Checkouts(directory, self._database, self._engine, max_bytes=max_bytes, in_use=in_use)
+        database = self._database
+        return Checkouts(
+            directory, database, self._engine, reading=database.reading, max_bytes=max_bytes, in_use=in_use
+        )
 
     # ---- care ------------------------------------------------------------------------------------------------------
 

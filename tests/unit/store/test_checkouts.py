@@ -7,13 +7,14 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_sandbox.errors import StoreError
+from agent_sandbox.errors import StoreBusyError, StoreError
 from agent_sandbox.store import Store
 from agent_sandbox.store.checkouts import MAX_DEPTH, Checkouts
 from agent_sandbox.store.native import NativeEngine
@@ -121,6 +122,53 @@ def test_what_changed_is_one_more_layer_and_the_stack_stays_shallow(place: Place
         assert len(layers) <= MAX_DEPTH
         assert seen(layers, tmp_path / f"merged-{number}") == {"a": "new", "c": str(number)}
     assert place.engine.whole == 1
+
+
+def test_a_layer_outlives_its_state_and_is_nothing_to_build_on_then(place: Place, tmp_path: Path) -> None:
+    first = place.commit(a="one", b="two")
+    place.layers(first)
+    second = place.commit(a="newer")
+    place.layers(second)
+    third = place.commit(a="newest")
+    for commit in (first, second):
+        place.store.forget(commit.hex())
+    assert place.store.gc().removed > 0
+    layers = place.layers(third)
+    assert (layers[0] / "a").read_text() == "newest"
+    assert (place.engine.whole, place.engine.differences, len(layers)) == (2, 1, 1)
+    # One of them alone is passed over for the one before it.
+    fourth = place.commit(a="four")
+    place.layers(fourth)
+    fifth = place.commit(a="five")
+    place.store.forget(fourth.hex())
+    place.store.gc()
+    layers = place.layers(fifth)
+    assert seen(layers, tmp_path / "merged") == {"a": "five", "b": "two"}
+    assert len(layers) == 2
+    assert str(layers[1]) == str(place.layers(third)[0])
+
+
+def test_gc_waits_for_a_layer_that_is_being_built(place: Place) -> None:
+    commit = place.commit(a="one")
+    building, go_on = threading.Event(), threading.Event()
+    lay_out = place.engine.checkout
+
+    def checkout(*args: Any, **options: Any) -> None:
+        building.set()
+        assert go_on.wait(30)
+        lay_out(*args, **options)
+
+    place.engine.checkout = checkout  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        layers = pool.submit(place.layers, commit)
+        assert building.wait(30)
+        try:
+            with pytest.raises(StoreBusyError):
+                place.store.gc(wait_seconds=0.05)
+        finally:
+            go_on.set()
+        assert (layers.result()[0] / "a").read_text() == "one"
+    place.store.gc()
 
 
 def test_a_build_that_fails_leaves_nothing(place: Place) -> None:
