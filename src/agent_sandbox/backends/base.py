@@ -145,6 +145,27 @@ class Backend(abc.ABC):
         """
         raise UnsupportedError("layered_workspace", self.name)
 
+    def checkpoint(self, id: str, dest: str) -> AbstractAsyncContextManager[HeldWorkspace]:
+        """As :meth:`hold_workspace`, and keep what the processes have in memory: the caller commits the workspace inside.
+
+        ``dest`` is an empty directory of the caller's, on this host. When the block is left without an error, memory and
+        CPU state are written there and synced, together with what :meth:`restore` needs to know; then the processes go
+        on. On failure ``dest`` holds nothing that counts, and they go on too.
+
+        Of backends with the capability ``checkpoint``, as :meth:`restore`. :class:`ConflictError` for what cannot be
+        kept, such as a file that is open and deleted; the message names it.
+        """
+        raise UnsupportedError("checkpoint", self.name)
+
+    async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
+        """As :meth:`create_from`, with processes that go on from the checkpoint in ``src``, which stays unchanged.
+
+        ``workspace`` shows the state that was committed with it, and nothing else. Several environments may come from
+        one checkpoint, at once too. :class:`ConflictError`, before any effect, for one of another runtime, version,
+        machine or image; the message says which.
+        """
+        raise UnsupportedError("checkpoint", self.name)
+
     async def layers_in_use(self) -> set[str]:
         """The directories that environments, stopped ones included, have as layers: nobody may remove them."""
         raise UnsupportedError("layered_workspace", self.name)
