@@ -146,11 +146,11 @@ class Backend(abc.ABC):
         raise UnsupportedError("layered_workspace", self.name)
 
     def checkpoint(self, id: str, dest: str) -> AbstractAsyncContextManager[HeldWorkspace]:
-        """As :meth:`hold_workspace`, and keep what the processes have in memory: the caller commits the workspace inside.
+        """As :meth:`hold_workspace`, and keep what the processes have in memory; the caller commits it inside.
 
-        ``dest`` is an empty directory of the caller's, on this host. When the block is left without an error, memory and
-        CPU state are written there and synced, together with what :meth:`restore` needs to know; then the processes go
-        on. On failure ``dest`` holds nothing that counts, and they go on too.
+        ``dest`` is an empty directory of the caller's, on this host. When the block is left without an error, memory
+        and CPU state are written there and synced, together with what :meth:`restore` needs to know; then the
+        processes go on. On failure ``dest`` holds nothing that counts, and they go on too.
 
         Of backends with the capability ``checkpoint``, as :meth:`restore`. :class:`ConflictError` for what cannot be
         kept, such as a file that is open and deleted; the message names it.
