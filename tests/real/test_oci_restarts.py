@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.backends.oci import OciBackend, disk
+from agent_sandbox.backends.linux import disk
+from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.backends.oci import backend as oci_backend
 from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.config import Settings

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from agent_sandbox.backends.oci import OciBackend, seccomp
+from agent_sandbox.backends.linux import seccomp
+from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError
 from agent_sandbox.types import ExecExit, ExecOutput, SandboxSpec

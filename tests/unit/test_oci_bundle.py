@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_sandbox.backends.oci import bundle, seccomp
+from agent_sandbox.backends.linux import seccomp
+from agent_sandbox.backends.oci import bundle
 from agent_sandbox.errors import BackendError
 from agent_sandbox.types import SandboxSpec
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.backends.oci import cgroups, failures
-from agent_sandbox.backends.oci.cgroups import Groups, Hierarchies, parse_counter, parse_hierarchies
-from agent_sandbox.backends.oci.disk import clone
-from agent_sandbox.backends.oci.inspection import parse_mounts, parse_status
-from agent_sandbox.backends.oci.mounts import mounted_below, unescape
+from agent_sandbox.backends.linux import cgroups, failures
+from agent_sandbox.backends.linux.cgroups import Groups, Hierarchies, parse_counter, parse_hierarchies
+from agent_sandbox.backends.linux.disk import clone
+from agent_sandbox.backends.linux.inspection import parse_mounts, parse_status
+from agent_sandbox.backends.linux.mounts import mounted_below, unescape
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError
 
 V2 = """\

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from agent_sandbox.backends.oci import removals
-from agent_sandbox.backends.oci.removals import Removals
+from agent_sandbox.backends.linux import removals
+from agent_sandbox.backends.linux.removals import Removals
 
 
 class Place:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.backends.oci.inspection import has_shared_map
+from agent_sandbox.backends.linux.inspection import has_shared_map
 
 _EXIT = {"x86_64": 60, "aarch64": 93}
 _MAP = """

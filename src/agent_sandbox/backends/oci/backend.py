@@ -36,18 +36,21 @@ from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.oci import bundle, cgroups, idmap, seccomp
+from agent_sandbox.backends.linux import cgroups, seccomp
+from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.linux.ending import end_processes
+from agent_sandbox.backends.linux.failures import translated
+from agent_sandbox.backends.linux.inspection import has_shared_map, observe
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS
+from agent_sandbox.backends.linux.removals import Removals
+from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks, require_root
+from agent_sandbox.backends.linux.waiting import ended, settled
+from agent_sandbox.backends.oci import bundle, idmap
 from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, finish_groups, furnish, launch
-from agent_sandbox.backends.oci.disk import Templates
-from agent_sandbox.backends.oci.ending import end_processes
-from agent_sandbox.backends.oci.environment import MAX_LAYERS, Environment, Record
-from agent_sandbox.backends.oci.failures import translated
-from agent_sandbox.backends.oci.inspection import has_shared_map, observe
+from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.places import Places
-from agent_sandbox.backends.oci.removals import Removals
-from agent_sandbox.backends.oci.requirements import capabilities, find_sandboxd, require_disks, require_root
+from agent_sandbox.backends.oci.requirements import capabilities
 from agent_sandbox.backends.oci.runc import INSTALL, Runc
-from agent_sandbox.backends.oci.waiting import ended, settled
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from agent_sandbox.backends.oci import bundle, cgroups
-from agent_sandbox.backends.oci.disk import Templates
+from agent_sandbox.backends.linux import cgroups
+from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.oci import bundle
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.runc import Runc
 from agent_sandbox.images import ImageRoot

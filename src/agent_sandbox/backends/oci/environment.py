@@ -35,18 +35,16 @@ from typing import Annotated, Any
 
 import msgspec
 
-from agent_sandbox.backends.oci import idmap, mounts
-from agent_sandbox.backends.oci.disk import Disk
+from agent_sandbox.backends.linux import mounts
+from agent_sandbox.backends.linux.disk import Disk
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, take_after
+from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.idranges import END
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
 VERSION = 1
 KEY_BYTES = 32
-MAX_LAYERS = 64
-"""Layers below a workspace; their names are mount options, which end at 4 KiB (mount(2)), at 25 bytes for each."""
-OVERLAY_OPTIONS = "redirect_dir=on,index=on,metacopy=off,xino=on"
-"""Of a workspace: renames of directories and writes to hard links work as anywhere, files have numbers that stay."""
 _RECORD_BYTES = 8 << 20
 """An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
 _BACKLOG = 64
@@ -238,7 +236,7 @@ class Environment:
             if new:
                 for directory in (disk.changes, disk.changes_work):
                     directory.mkdir(mode=0o755)
-                _take_after(layers[0], disk.changes, record.ids or 0)
+                take_after(layers[0], disk.changes, record.ids or 0)
             lowers = [stack.enter_context(_directory(place)) for place in shown]
             upper, work = (stack.enter_context(_directory(part)) for part in (disk.changes, disk.changes_work))
             options = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},{OVERLAY_OPTIONS}"
@@ -279,17 +277,6 @@ def write_private(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(descriptor)
     aside.replace(path)
-
-
-def _take_after(source: Path, target: Path, base: int) -> None:
-    """Give a directory the mode, times, attributes and, counted from ``base``, the owner of another one."""
-    state = source.stat()
-    os.chown(target, base + state.st_uid, base + state.st_gid)
-    for name in os.listxattr(source):
-        if name.startswith("user."):
-            os.setxattr(target, name, os.getxattr(source, name))
-    target.chmod(stat.S_IMODE(state.st_mode))
-    os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
 @contextlib.contextmanager

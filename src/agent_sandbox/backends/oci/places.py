@@ -17,12 +17,11 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
-import shutil
 from pathlib import Path
 
-from agent_sandbox.backends.oci import idmap, mounts
-from agent_sandbox.backends.oci.environment import OVERLAY_OPTIONS, Environment, Record
+from agent_sandbox.backends.linux.overlay import why_no_overlay
+from agent_sandbox.backends.oci import idmap
+from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.errors import BackendError, NotFoundError
 
@@ -77,18 +76,7 @@ class Places:
 
     def why_no_layers(self) -> str:
         """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
-        place = self.run / f"probe-{secrets.token_hex(4)}"
-        try:
-            for name in ("lower", "upper", "work", "merged"):
-                (place / name).mkdir(parents=True)
-            options = f"lowerdir={place}/lower,upperdir={place}/upper,workdir={place}/work,{OVERLAY_OPTIONS}"
-            mounts.mount("overlay", place / "merged", "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
-            mounts.detach(place / "merged")
-        except OSError as error:
-            return f"this host's kernel mounts no overlay with {OVERLAY_OPTIONS} ({error.strerror})"
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-        return ""
+        return why_no_overlay(self.run)
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""

@@ -21,9 +21,9 @@ import os
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.errors import BackendError
 
 INSTALL = "install it with: apt-get install runc"
@@ -38,23 +38,6 @@ _STATE_BYTES = 1 << 20
 _ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 _SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 """Python ignores the first two and a server's starter may ignore others; a sandbox must not inherit that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process that a pid alone would not name for good: ``start`` is field 22 of proc_pid_stat(5)."""
-
-    pid: int
-    start: int
-
-    def alive(self) -> bool:
-        """Whether it still runs; zombies do not."""
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        fields = text[text.rindex(")") + 2 :].split()
-        return int(fields[19]) == self.start and fields[0] not in ("Z", "X")
 
 
 class Runc:

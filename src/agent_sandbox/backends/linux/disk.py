@@ -33,7 +33,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from agent_sandbox.backends.oci import mounts
+from agent_sandbox.backends.linux import mounts
 from agent_sandbox.errors import BackendError
 
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A

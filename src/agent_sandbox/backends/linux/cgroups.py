@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent_sandbox.backends.oci.mounts import unescape
+from agent_sandbox.backends.linux.mounts import unescape
 from agent_sandbox.types import LimitName
 
 ROOT = Path("/sys/fs/cgroup")

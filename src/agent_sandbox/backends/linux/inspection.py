@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agent_sandbox.backends.oci.mounts import unescape
-from agent_sandbox.backends.oci.runc import Process
+from agent_sandbox.backends.linux.mounts import unescape
+from agent_sandbox.backends.linux.process import Process
 
 _BYTES = 256 * 1024
 """Of each file: some thousand mounts, far more than a sandbox has."""

@@ -8,8 +8,8 @@ import select
 import signal
 import time
 
-from agent_sandbox.backends.oci.cgroups import Groups
-from agent_sandbox.backends.oci.runc import Process
+from agent_sandbox.backends.linux.cgroups import Groups
+from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.errors import BackendError
 
 _END_SECONDS = 10.0

@@ -1,0 +1,43 @@
+"""Overlays of workspaces: their options, whether this host's kernel mounts them, how their changes begin."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+from agent_sandbox.backends.linux import mounts
+
+MAX_LAYERS = 64
+"""Layers below a workspace; their names are mount options, which end at 4 KiB (mount(2)), at 25 bytes for each."""
+OVERLAY_OPTIONS = "redirect_dir=on,index=on,metacopy=off,xino=on"
+"""Of a workspace: renames of directories and writes to hard links work as anywhere, files have numbers that stay."""
+
+
+def why_no_overlay(directory: Path) -> str:
+    """Why workspaces cannot be overlays of layers on this host; empty when they can, tried in ``directory``."""
+    place = directory / f"probe-{secrets.token_hex(4)}"
+    try:
+        for name in ("lower", "upper", "work", "merged"):
+            (place / name).mkdir(parents=True)
+        options = f"lowerdir={place}/lower,upperdir={place}/upper,workdir={place}/work,{OVERLAY_OPTIONS}"
+        mounts.mount("overlay", place / "merged", "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+        mounts.detach(place / "merged")
+    except OSError as error:
+        return f"this host's kernel mounts no overlay with {OVERLAY_OPTIONS} ({error.strerror})"
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return ""
+
+
+def take_after(source: Path, target: Path, base: int) -> None:
+    """Give a directory the mode, times, attributes and, counted from ``base``, the owner of another one."""
+    state = source.stat()
+    os.chown(target, base + state.st_uid, base + state.st_gid)
+    for name in os.listxattr(source):
+        if name.startswith("user."):
+            os.setxattr(target, name, os.getxattr(source, name))
+    target.chmod(stat.S_IMODE(state.st_mode))
+    os.utime(target, ns=(state.st_atime_ns, state.st_mtime_ns))
