@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.config import load_settings
-from agent_sandbox.conformance import BackendSuite, ExecObjectSuite, FileOperationSuite, NoLayerSuite, TunnelSuite
+from agent_sandbox.conformance import (
+    BackendSuite,
+    ChecklistSuite,
+    ExecObjectSuite,
+    FileOperationSuite,
+    NoLayerSuite,
+    TunnelSuite,
+)
 
 
-class TestFake(BackendSuite, ExecObjectSuite, FileOperationSuite, NoLayerSuite, TunnelSuite):
+class TestFake(BackendSuite, ChecklistSuite, ExecObjectSuite, FileOperationSuite, NoLayerSuite, TunnelSuite):
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         return FakeBackend(load_settings({"data_dir": tmp_path}, {}))
 

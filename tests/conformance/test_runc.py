@@ -9,6 +9,7 @@ from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import (
     BackendSuite,
+    ChecklistSuite,
     CommandSuite,
     EscapeSuite,
     ExecObjectSuite,
@@ -30,6 +31,9 @@ class Runc:
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         return OciBackend(load_settings({"data_dir": tmp_path / "data"}, {}))
 
+    def make_backend_with_daemon(self, tmp_path: pathlib.Path, daemon: pathlib.Path) -> Backend:
+        return OciBackend(load_settings({"data_dir": tmp_path / "data", "sandboxd": str(daemon)}, {}))
+
 
 @pytest.mark.real
 class TestRunc(Runc, BackendSuite, CommandSuite, FileSuite, SnapshotSuite, LimitSuite, NetworkSuite, EscapeSuite):
@@ -39,6 +43,11 @@ class TestRunc(Runc, BackendSuite, CommandSuite, FileSuite, SnapshotSuite, Limit
 @pytest.mark.real
 class TestRuncGuest(Runc, ExecObjectSuite, ExecTreeSuite, FileOperationSuite, LargeFileSuite, TunnelSuite):
     """Everything else that its daemon does."""
+
+
+@pytest.mark.real
+class TestRuncChecklist(Runc, ChecklistSuite):
+    """What the checklist asks beside."""
 
 
 @pytest.mark.real

@@ -28,6 +28,7 @@ import abc
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
 
 from agent_sandbox.errors import UnsupportedError
@@ -93,6 +94,8 @@ class Backend(abc.ABC):
 
     name: str
     capabilities: Capabilities
+    known_failures: Mapping[str, str] = MappingProxyType({})
+    """Checks of the conformance kit that it does not pass, ``test_name`` or ``test_name[parameter]``, each with why."""
 
     @abc.abstractmethod
     async def start(self) -> None:

@@ -2,7 +2,19 @@
 
 import pytest
 
-_MODULES = ("box", "commands", "execs", "files", "isolation", "layers", "operations", "suite", "trees", "tunnels")
+_MODULES = (
+    "box",
+    "commands",
+    "execs",
+    "files",
+    "isolation",
+    "layers",
+    "operations",
+    "requirements",
+    "suite",
+    "trees",
+    "tunnels",
+)
 pytest.register_assert_rewrite(*(f"agent_sandbox.conformance.{name}" for name in _MODULES))
 
 from agent_sandbox.conformance.commands import CommandSuite
@@ -11,12 +23,14 @@ from agent_sandbox.conformance.files import FileSuite, SnapshotSuite
 from agent_sandbox.conformance.isolation import EscapeSuite, LimitSuite, NetworkSuite
 from agent_sandbox.conformance.layers import LayerSuite, NoLayerSuite
 from agent_sandbox.conformance.operations import FileOperationSuite, LargeFileSuite
+from agent_sandbox.conformance.requirements import ChecklistSuite
 from agent_sandbox.conformance.suite import BackendSuite, SuiteBase
 from agent_sandbox.conformance.trees import ExecTreeSuite
 from agent_sandbox.conformance.tunnels import TunnelSuite
 
 __all__ = [
     "BackendSuite",
+    "ChecklistSuite",
     "CommandSuite",
     "EscapeSuite",
     "ExecObjectSuite",

@@ -27,6 +27,8 @@ import pytest_asyncio
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.conformance.box import MAX_BYTES, Box, new_id
+from agent_sandbox.conformance.checklist import unsupported
+from agent_sandbox.conformance.known import known_failures
 from agent_sandbox.errors import (
     ForbiddenError,
     InvalidRequestError,
@@ -36,6 +38,11 @@ from agent_sandbox.errors import (
     UnsupportedError,
 )
 from agent_sandbox.types import WORKSPACE, ExecExit, ExecOutput, SandboxSpec
+
+
+def suite_of(kind: type, name: str) -> str:
+    """The name of the suite that a test of a class comes from."""
+    return next(parent.__name__ for parent in kind.__mro__ if name in vars(parent))
 
 
 class SuiteBase:
@@ -56,6 +63,10 @@ class SuiteBase:
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         """Return the backend, not yet started, with all its state beneath ``tmp_path``."""
         raise AssertionError("a backend's test class says how to make it")
+
+    def make_backend_with_daemon(self, tmp_path: pathlib.Path, daemon: pathlib.Path) -> Backend | None:
+        """The same with another executable as its daemon, which will not start; ``None`` where that cannot be."""
+        return None
 
     async def reopened(self, backend: Backend, tmp_path: pathlib.Path) -> Backend:
         """What a new process of the server would have: another backend over the same state, the old one closed."""
@@ -81,6 +92,17 @@ class SuiteBase:
             left = await backend.list_ids()
             await backend.close()
             assert left == []
+
+    @pytest_asyncio.fixture(autouse=True)
+    async def applies(self, backend: Backend, request: pytest.FixtureRequest) -> None:
+        """Leave out what the backend declares that it lacks, and expect what it is known to fail."""
+        name = str(request.function.__name__)
+        check = f"{suite_of(type(self), name)}.{name}"
+        if reason := unsupported(check, backend.capabilities):
+            pytest.skip(f"unsupported: {reason}")
+        known = known_failures(backend)
+        if reason := known.get(request.node.name) or known.get(name):
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest_asyncio.fixture
     async def box(self, backend: Backend) -> Box:

@@ -11,7 +11,7 @@ from agent_sandbox.backends.fake.daemon import serve
 from agent_sandbox.backends.fake.state import Environment, File, Tree
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.types import WORKSPACE, Capabilities, EnvironmentInfo, ResolvedImage, SandboxSpec
 
 
@@ -52,6 +52,8 @@ class FakeBackend(GuestBackend):
             raise UnsupportedError("writable_rootfs", self.name)
         if spec.network != "none":
             raise UnsupportedError("network", self.name)
+        if id in self.environments:
+            raise ConflictError(f"environment {id} exists already")
         files = Tree({WORKSPACE: File(None, 0o755), "/tmp": File(None, 0o1777)})
         environment = Environment(spec, os.urandom(32), files)
         self.environments[id] = environment
