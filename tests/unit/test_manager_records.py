@@ -87,6 +87,10 @@ SANDBOX_V2 = (
     '"created_at":1700000000.25,"expires_at":1700000900.0,"latest_at":1700086400.5,"metadata":{"team":"\\u00e4"},'
     f'"source_snapshot_id":"snap0123456789abcdef","spec":{SPEC_V1}}}'
 )
+# Version 3 of a sandbox's record.
+SANDBOX_V3 = SANDBOX_V2.replace('"version":2', '"version":3').replace(
+    '"metadata":{"team":"\\u00e4"},', '"metadata":{"team":"\\u00e4"},"project":"site","source":"site@2",'
+)
 # Version 2 of a snapshot's record.
 SNAPSHOT_V2 = SNAPSHOT_V1.replace('"version":1', '"version":2').replace(
     f'"digest":"{"ab" * 32}"', f'"digest":"","commit":"{"cd" * 32}"'
@@ -104,13 +108,16 @@ def test_version_2_decodes() -> None:
 
 
 def test_this_version_is_written() -> None:
-    assert encode_sandbox(SANDBOX) == SANDBOX_V2
+    in_project = dataclasses.replace(SANDBOX, project="site", source="site@2")
+    assert encode_sandbox(in_project) == SANDBOX_V3
+    assert decode_sandbox(SANDBOX_V3) == in_project
+    assert decode_sandbox(encode_sandbox(SANDBOX)) == SANDBOX
     assert encode_snapshot(COMMITTED) == SNAPSHOT_V2
     assert decode_snapshot(encode_snapshot(SNAPSHOT)) == SNAPSHOT
 
 
 def test_running_is_not_stored() -> None:
-    assert encode_sandbox(dataclasses.replace(SANDBOX, running=True)) == SANDBOX_V2
+    assert encode_sandbox(dataclasses.replace(SANDBOX, running=True)) == encode_sandbox(SANDBOX)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\udc80\udcff"))
@@ -167,7 +174,7 @@ def test_a_missing_or_wrong_field_of_a_snapshot_is_noticed(name: str) -> None:
         "null",
         SANDBOX_V2[:-1],
         SANDBOX_V2[: len(SANDBOX_V2) // 2],
-        changed(SANDBOX_V2, "version", to=3),
+        changed(SANDBOX_V2, "version", to=4),
         changed(SANDBOX_V2, "version", to=0),
         changed(SANDBOX_V2, "version", to=True),
         changed(SANDBOX_V2, "version", to="1"),

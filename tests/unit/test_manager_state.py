@@ -257,7 +257,7 @@ async def test_replies_are_forgotten_by_age_and_number(store: StateStore) -> Non
         "UPDATE sandboxes SET record = substr(record, 1, 100)",
         "UPDATE sandboxes SET record = ''",
         "UPDATE sandboxes SET record = x'00ff'",
-        "UPDATE sandboxes SET record = replace(record, '\"version\":2', '\"version\":99')",
+        "UPDATE sandboxes SET record = replace(record, '\"version\":3', '\"version\":99')",
         "UPDATE sandboxes SET env_id = 'sb0123456789abcdef-9'",
         "UPDATE sandboxes SET environments = 'many'",
     ],

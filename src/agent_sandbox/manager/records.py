@@ -22,8 +22,8 @@ from agent_sandbox.errors import BackendError
 from agent_sandbox.manager.lifecycle import STORED_STATES, SandboxState
 from agent_sandbox.types import Capabilities, EnvironmentInfo, ExecExit, GuestStats, NetworkPolicy, SandboxSpec
 
-SANDBOX_VERSION = 2
-"""2: with ``latest_at`` and ``metadata``."""
+SANDBOX_VERSION = 3
+"""2: with ``latest_at`` and ``metadata``; 3: with ``project`` and ``source``."""
 
 SNAPSHOT_VERSION = 2
 """2: with ``commit``."""
@@ -40,7 +40,8 @@ class SandboxRecord:
     """One sandbox. ``env_id`` is the environment that it is now; times are seconds since the epoch.
 
     ``running`` is what the backend said last; it is not stored. ``expires_at`` counts from the moment of being ready;
-    running commands may move it, at most to ``latest_at``. ``metadata`` are labels of the caller's.
+    running commands may move it, at most to ``latest_at``. ``metadata`` are labels of the caller's. ``source`` is what
+    the workspace was created from, as a reference, and ``project`` the project that this is of.
     """
 
     id: str
@@ -54,6 +55,8 @@ class SandboxRecord:
     source_snapshot_id: str | None
     latest_at: float
     metadata: Mapping[str, str] = field(default_factory=dict)
+    project: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ def encode_sandbox(record: SandboxRecord) -> str:
             "expires_at": record.expires_at,
             "latest_at": record.latest_at,
             "metadata": dict(record.metadata),
+            "project": record.project,
+            "source": record.source,
             "source_snapshot_id": record.source_snapshot_id,
             "spec": dataclasses.asdict(record.spec),
         }
@@ -164,6 +169,8 @@ def decode_sandbox(text: object) -> SandboxRecord:
             source_snapshot_id=_optional(table, "source_snapshot_id"),
             latest_at=expires_at if is_first else _typed(table, "latest_at", float),
             metadata={} if is_first else _texts(table, "metadata"),
+            project=_optional(table, "project") if table["version"] >= 3 else None,
+            source=_optional(table, "source") if table["version"] >= 3 else None,
         )
 
     return _decode(text, build, SANDBOX_VERSION)
