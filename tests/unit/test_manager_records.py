@@ -91,10 +91,15 @@ SANDBOX_V2 = (
 SANDBOX_V3 = SANDBOX_V2.replace('"version":2', '"version":3').replace(
     '"metadata":{"team":"\\u00e4"},', '"metadata":{"team":"\\u00e4"},"project":"site","source":"site@2",'
 )
+SANDBOX_V3 = SANDBOX_V3.replace(
+    '"spec":', f'"commit":"{"cd" * 32}","commit_bytes":123456,"parked":"sb0123456789abcdef-2","spec":'
+)
 # Version 2 of a snapshot's record.
 SNAPSHOT_V2 = SNAPSHOT_V1.replace('"version":1', '"version":2').replace(
     f'"digest":"{"ab" * 32}"', f'"digest":"","commit":"{"cd" * 32}"'
 )
+# Version 3 of a snapshot's record.
+SNAPSHOT_V3 = SNAPSHOT_V2.replace('"version":2', '"version":3')[:-1] + ',"auto":true,"memory":false}'
 
 
 def test_version_1_decodes_and_commands_do_not_keep_such_a_sandbox() -> None:
@@ -108,11 +113,15 @@ def test_version_2_decodes() -> None:
 
 
 def test_this_version_is_written() -> None:
-    in_project = dataclasses.replace(SANDBOX, project="site", source="site@2")
-    assert encode_sandbox(in_project) == SANDBOX_V3
-    assert decode_sandbox(SANDBOX_V3) == in_project
+    latest = dataclasses.replace(
+        SANDBOX, project="site", source="site@2", commit="cd" * 32, commit_bytes=123_456, parked=f"{SANDBOX.id}-2"
+    )
+    assert encode_sandbox(latest) == SANDBOX_V3
+    assert decode_sandbox(SANDBOX_V3) == latest
     assert decode_sandbox(encode_sandbox(SANDBOX)) == SANDBOX
-    assert encode_snapshot(COMMITTED) == SNAPSHOT_V2
+    automatic = dataclasses.replace(COMMITTED, auto=True)
+    assert encode_snapshot(automatic) == SNAPSHOT_V3
+    assert decode_snapshot(SNAPSHOT_V3) == automatic
     assert decode_snapshot(encode_snapshot(SNAPSHOT)) == SNAPSHOT
 
 
@@ -144,19 +153,19 @@ def changed(text: str, *path: str, to: Any = ...) -> str:
     return json.dumps(table)
 
 
-SANDBOX_FIELDS = [(name,) for name in json.loads(SANDBOX_V2)] + [("spec", name) for name in json.loads(SPEC_V1)]
+SANDBOX_FIELDS = [(name,) for name in json.loads(SANDBOX_V3)] + [("spec", name) for name in json.loads(SPEC_V1)]
 
 
 @pytest.mark.parametrize("path", SANDBOX_FIELDS)
 def test_a_missing_or_wrong_field_is_noticed(path: tuple[str, ...]) -> None:
-    for damaged in (changed(SANDBOX_V2, *path), changed(SANDBOX_V2, *path, to=[1])):
+    for damaged in (changed(SANDBOX_V3, *path), changed(SANDBOX_V3, *path, to=[1])):
         with pytest.raises(UnreadableRecordError):
             decode_sandbox(damaged)
 
 
-@pytest.mark.parametrize("name", list(json.loads(SNAPSHOT_V2)))
+@pytest.mark.parametrize("name", list(json.loads(SNAPSHOT_V3)))
 def test_a_missing_or_wrong_field_of_a_snapshot_is_noticed(name: str) -> None:
-    for damaged in (changed(SNAPSHOT_V2, name), changed(SNAPSHOT_V2, name, to=[1])):
+    for damaged in (changed(SNAPSHOT_V3, name), changed(SNAPSHOT_V3, name, to=[1])):
         with pytest.raises(UnreadableRecordError):
             decode_snapshot(damaged)
 

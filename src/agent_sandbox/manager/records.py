@@ -23,10 +23,10 @@ from agent_sandbox.manager.lifecycle import STORED_STATES, SandboxState
 from agent_sandbox.types import Capabilities, EnvironmentInfo, ExecExit, GuestStats, NetworkPolicy, SandboxSpec
 
 SANDBOX_VERSION = 3
-"""2: with ``latest_at`` and ``metadata``; 3: with ``project`` and ``source``."""
+"""2: with ``latest_at`` and ``metadata``; 3: with ``project``, ``source``, ``commit``, ``commit_bytes``, ``parked``."""
 
-SNAPSHOT_VERSION = 2
-"""2: with ``commit``."""
+SNAPSHOT_VERSION = 3
+"""2: with ``commit``; 3: with ``auto`` and ``memory``."""
 
 _T = TypeVar("_T")
 
@@ -42,6 +42,10 @@ class SandboxRecord:
     ``running`` is what the backend said last; it is not stored. ``expires_at`` counts from the moment of being ready;
     running commands may move it, at most to ``latest_at``. ``metadata`` are labels of the caller's. ``source`` is what
     the workspace was created from, as a reference, and ``project`` the project that this is of.
+
+    ``commit`` is the state of the store that the workspace of ``env_id`` began with and ``commit_bytes`` its bytes of
+    data; None where it began empty, or an earlier version began it. ``parked`` is an environment that a rollback
+    replaced and that is kept until its workspace is the automatic snapshot.
     """
 
     id: str
@@ -57,6 +61,9 @@ class SandboxRecord:
     metadata: Mapping[str, str] = field(default_factory=dict)
     project: str | None = None
     source: str | None = None
+    commit: str | None = None
+    commit_bytes: int | None = None
+    parked: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class SnapshotRecord:
     ``commit`` is its state in the store, 64 hexadecimal digits; None for a file in ``snapshots/``, whose BLAKE2b-256 is
     ``digest`` (hexadecimal). ``size_bytes`` counts regular files without holes, ``stored_bytes`` what was added to the
     disk for it. ``skipped`` has at most 100 pairs of path and reason, ``skipped_total`` is their whole
-    count.
+    count. ``auto``: a rollback made it of what it replaced; it goes with its sandbox, or with the next one. ``memory``:
+    what its processes had in memory is kept beside it.
     """
 
     id: str
@@ -81,6 +89,8 @@ class SnapshotRecord:
     skipped_total: int
     digest: str = ""
     commit: str | None = None
+    auto: bool = False
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,6 +153,9 @@ def encode_sandbox(record: SandboxRecord) -> str:
             "project": record.project,
             "source": record.source,
             "source_snapshot_id": record.source_snapshot_id,
+            "commit": record.commit,
+            "commit_bytes": record.commit_bytes,
+            "parked": record.parked,
             "spec": dataclasses.asdict(record.spec),
         }
     )
@@ -155,7 +168,7 @@ def decode_sandbox(text: object) -> SandboxRecord:
         state = _typed(table, "state", str)
         if state not in STORED_STATES:
             raise ValueError(f"unknown state {state!r}")
-        is_first = table["version"] == 1
+        is_first, is_third = table["version"] == 1, table["version"] >= 3
         expires_at = _typed(table, "expires_at", float)
         return SandboxRecord(
             id=_typed(table, "id", str),
@@ -169,8 +182,11 @@ def decode_sandbox(text: object) -> SandboxRecord:
             source_snapshot_id=_optional(table, "source_snapshot_id"),
             latest_at=expires_at if is_first else _typed(table, "latest_at", float),
             metadata={} if is_first else _texts(table, "metadata"),
-            project=_optional(table, "project") if table["version"] >= 3 else None,
-            source=_optional(table, "source") if table["version"] >= 3 else None,
+            project=_optional(table, "project") if is_third else None,
+            source=_optional(table, "source") if is_third else None,
+            commit=_commit(table) if is_third else None,
+            commit_bytes=_count(table, "commit_bytes") if is_third else None,
+            parked=_optional(table, "parked") if is_third else None,
         )
 
     return _decode(text, build, SANDBOX_VERSION)
@@ -198,6 +214,8 @@ def decode_snapshot(text: object) -> SnapshotRecord:
             skipped_total=_typed(table, "skipped_total", int),
             digest=_typed(table, "digest", str),
             commit=None if table["version"] == 1 else _commit(table),
+            auto=table["version"] >= 3 and _typed(table, "auto", bool),
+            memory=table["version"] >= 3 and _typed(table, "memory", bool),
         )
 
     return _decode(text, build, SNAPSHOT_VERSION)
@@ -265,6 +283,10 @@ def _typed(table: Mapping[str, Any], name: str, kind: type[_T]) -> _T:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number")
     return value
+
+
+def _count(table: Mapping[str, Any], name: str) -> int | None:
+    return None if table[name] is None else _typed(table, name, int)
 
 
 def _optional(table: Mapping[str, Any], name: str) -> str | None:
