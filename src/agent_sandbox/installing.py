@@ -24,7 +24,7 @@ def remedy(extra: str) -> str:
     if editable and Path(sys.prefix) == directory / ".venv":
         return f"make -C {shlex.quote(str(directory))} setup"
     words = ["pip", "install"]
-    if extra == "server":
+    if extra in ("server", "conformance"):
         words.append(shlex.quote(str(directory / "crates/engine")))
     if editable:
         words.append("-e")

@@ -94,6 +94,8 @@ class Backend(abc.ABC):
 
     name: str
     capabilities: Capabilities
+    versions: Mapping[str, str] = MappingProxyType({})
+    """The versions of what it runs on, by name, once it is started: the runtime, the engine."""
     known_failures: Mapping[str, str] = MappingProxyType({})
     """Checks of the conformance kit that it does not pass, ``test_name`` or ``test_name[parameter]``, each with why."""
 

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 from agent_sandbox import __version__
 from agent_sandbox.cli import (
     commands,
+    conformance,
     doctor,
     execs,
     exit_codes,
@@ -68,7 +69,7 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *map(options.usage, arguments)]
 
 
-for family in (quickstart, commands, execs, sandboxes, files, snapshots, history, images, store, serve, doctor):
+for family in (quickstart, commands, execs, sandboxes, files, snapshots, history, images, store, serve, doctor, conformance):
     family.register(app)
 for _registered in (*app.registered_commands, *images.app.registered_commands, *store.app.registered_commands):
     _registered.cls = _Command

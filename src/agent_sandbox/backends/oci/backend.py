@@ -114,6 +114,7 @@ class OciBackend(GuestBackend):
     async def start(self) -> None:
         require_root()
         self._version = await self._runc.find()
+        self.versions = {"runc": self._version}
         await self._runc.quiesce()
         async with translated("starting the runc backend"):
             await self._thread(self._prepare)
@@ -405,16 +406,16 @@ class OciBackend(GuestBackend):
 
     @contextlib.asynccontextmanager
     async def hold_workspace(self, id: str) -> AsyncGenerator[HeldWorkspace, None]:
-        await self._record(id)
+        record = await self._record(id)
         if not await self.is_running(id):
             raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
-        groups, workspace = self._groups(id), self._places.environment(id).disk.workspace
+        groups, disk = self._groups(id), self._places.environment(id).disk
         try:
             async with translated("holding the sandbox still"):
                 if not await self._thread(groups.freeze):
                     raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
                 mapped = await self._thread(has_shared_map, groups.processes())
-            yield HeldWorkspace(str(workspace), mapped)
+            yield HeldWorkspace(str(disk.workspace), mapped, str(disk.changes) if record.layers else None)
         finally:
             await self._thread(groups.thaw)
 

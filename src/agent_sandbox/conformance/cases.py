@@ -1,0 +1,94 @@
+"""The suites over a backend that the settings name: what ``agent-sandbox conformance`` runs.
+
+The backend is made as ``serve`` would make it, but each check gets a data directory of its own, so that a server which
+runs here is not touched.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import ClassVar
+
+from agent_sandbox.backends import make_backends
+from agent_sandbox.backends.base import Backend
+from agent_sandbox.config import load_settings
+from agent_sandbox.conformance import (
+    BackendSuite,
+    ChecklistSuite,
+    CommandSuite,
+    EscapeSuite,
+    ExecObjectSuite,
+    ExecTreeSuite,
+    FileOperationSuite,
+    FileSuite,
+    LargeFileSuite,
+    LayerSuite,
+    LimitSuite,
+    NetworkSuite,
+    NoLayerSuite,
+    SnapshotSuite,
+    SuiteBase,
+    TunnelSuite,
+)
+
+
+class FromSettings(SuiteBase):
+    """The factory; the runner sets ``backend_name``, and ``spec`` for the image that was asked for."""
+
+    backend_name: ClassVar[str] = ""
+
+    def make_backend(self, tmp_path: pathlib.Path) -> Backend:
+        return made(self.backend_name, tmp_path)
+
+    def make_backend_with_daemon(self, tmp_path: pathlib.Path, daemon: pathlib.Path) -> Backend | None:
+        return made(self.backend_name, tmp_path, sandboxd=str(daemon))
+
+
+def made(name: str, directory: pathlib.Path, **settings: str) -> Backend:
+    """A backend by its name, not yet started, with its state beneath ``directory`` and all else from the settings."""
+    return make_backends(load_settings({"data_dir": directory / "data", "backends": [name], **settings}))[name]
+
+
+class TestMethods(FromSettings, BackendSuite): ...
+
+
+class TestChecklist(FromSettings, ChecklistSuite): ...
+
+
+class TestCommands(FromSettings, CommandSuite): ...
+
+
+class TestFiles(FromSettings, FileSuite): ...
+
+
+class TestSnapshots(FromSettings, SnapshotSuite): ...
+
+
+class TestLimits(FromSettings, LimitSuite): ...
+
+
+class TestNetwork(FromSettings, NetworkSuite): ...
+
+
+class TestEscapes(FromSettings, EscapeSuite): ...
+
+
+class TestExecObjects(FromSettings, ExecObjectSuite): ...
+
+
+class TestExecTrees(FromSettings, ExecTreeSuite): ...
+
+
+class TestFileOperations(FromSettings, FileOperationSuite): ...
+
+
+class TestLargeFiles(FromSettings, LargeFileSuite): ...
+
+
+class TestTunnels(FromSettings, TunnelSuite): ...
+
+
+class TestLayers(FromSettings, LayerSuite): ...
+
+
+class TestNoLayers(FromSettings, NoLayerSuite): ...
