@@ -69,7 +69,20 @@ class _Command(TyperCommand):
         return ["[OPTIONS]", *map(options.usage, arguments)]
 
 
-for family in (quickstart, commands, execs, sandboxes, files, snapshots, history, images, store, serve, doctor, conformance):
+for family in (
+    quickstart,
+    commands,
+    execs,
+    sandboxes,
+    files,
+    snapshots,
+    history,
+    images,
+    store,
+    serve,
+    doctor,
+    conformance,
+):
     family.register(app)
 for _registered in (*app.registered_commands, *images.app.registered_commands, *store.app.registered_commands):
     _registered.cls = _Command
