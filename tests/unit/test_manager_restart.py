@@ -195,7 +195,7 @@ async def test_what_a_stop_that_was_cut_short_still_holds_is_freed(
     "damage",
     [
         "UPDATE sandboxes SET record = substr(record, 1, 50) WHERE id = ?",
-        "UPDATE sandboxes SET record = replace(record, '\"version\":2', '\"version\":3') WHERE id = ?",
+        "UPDATE sandboxes SET record = replace(record, '\"version\":3', '\"version\":4') WHERE id = ?",
         "UPDATE sandboxes SET env_id = 'nonsense' WHERE id = ?",
         "UPDATE sandboxes SET environments = 'x' WHERE id = ?",
     ],

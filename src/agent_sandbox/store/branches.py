@@ -134,6 +134,25 @@ def publish(database: ObjectDatabase, text: str) -> Created | UpToDate | HeadMov
         return Created(branch.head)
 
 
+def extend(database: ObjectDatabase, project: str, source: str) -> Created | UpToDate | HeadMoved:
+    """Make any state the next layer of a project; its branch ``main`` goes along where it is at the last one."""
+    with database.reading():
+        commit = refs.resolve(database, source).commit
+        state(database, commit)
+        with database.transaction() as change:
+            refs.project(change, project)
+            if any(layer.commit == commit for layer in change.layers(project)):
+                return UpToDate(commit)
+            last = change.last_layer(project)
+            if last is not None and history.common(database, commit, last.commit) != [last.commit]:
+                return HeadMoved(last.commit)
+            layer = change.add_layer(project, commit)
+            main = change.ref(project, refs.MAIN)
+            if main is not None and last is not None and main.head == last.commit:
+                change.move_ref(project, refs.MAIN, commit, expected=main.head, base=layer.number)
+            return Created(commit)
+
+
 def reset(database: ObjectDatabase, text: str, source: str) -> Ref:
     """Move a branch to any state."""
     with database.reading():

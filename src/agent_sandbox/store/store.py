@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -24,7 +25,13 @@ from typing import Self, TypeVar
 
 from blake3 import blake3
 
-from agent_sandbox.errors import InvalidRequestError, NotFoundError, StoreDamagedError, StoreError
+from agent_sandbox.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PayloadTooLargeError,
+    StoreDamagedError,
+    StoreError,
+)
 from agent_sandbox.store import branches, chunks, history, layers, refs, tarin, tarout, walk
 from agent_sandbox.store.branches import Note, Take
 from agent_sandbox.store.catalog import Layer, Pin, Project, Ref, RefKind
@@ -39,7 +46,7 @@ from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.outcomes import Conflicts, Created, HeadMoved, UpToDate
 from agent_sandbox.store.ports import Captured, Engine, Options, OverlayRefusedError, Progress, Upper, Writer
-from agent_sandbox.store.stats import Stats, data_bytes, stats
+from agent_sandbox.store.stats import Stats, data_bytes, data_bytes_after, stats
 from agent_sandbox.store.tarin import Cut
 from agent_sandbox.store.tarinput import Limits
 from agent_sandbox.store.tarout import Sink
@@ -121,6 +128,31 @@ class Store:
         take = None if directory is None else self._capture(directory, progress)
         return branches.begin(self._database, project, take, owners=owners, note=Note(author, message))
 
+    def init_tar(
+        self,
+        project: str,
+        file: Stream,
+        *,
+        author: str = "",
+        message: str = "",
+        max_bytes: int | None = None,
+        limits: Limits | None = None,
+        progress: Progress | None = None,
+    ) -> Created:
+        """As :meth:`init`, with what is in an archive; errors as of :meth:`import_tar`, and nothing is made then.
+
+        :class:`PayloadTooLargeError` when its files hold more than ``max_bytes``, as a capture counts them.
+        """
+        unpacked = self._unpacked(file, limits, progress)
+
+        def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
+            captured = unpacked(writer, base, owners)
+            if max_bytes is not None and captured.report.bytes > max_bytes:
+                raise PayloadTooLargeError(f"the files of the archive hold more than {max_bytes} bytes")
+            return captured
+
+        return branches.begin(self._database, project, take, owners=False, note=Note(author, message))
+
     def commit(
         self,
         ref: str,
@@ -139,7 +171,7 @@ class Store:
         elsewhere. ``UpToDate``, and nothing is written, when the state is the head's. ``fresh``: believe no times of
         files, read everything and remember nothing (somebody may have written through a shared map, which changes bytes
         alone). ``upper``: ``directory`` is the merged view of an overlay, and this its upper directory, which is read
-        in its place where it tells the state; the report then counts what is in it alone. :class:`ConflictError` when
+        in its place where it tells the state; the report is then not ``whole``. :class:`ConflictError` when
         the directory changes while it is read.
         """
         take = self._capture(directory, progress, fresh=fresh, upper=upper)
@@ -161,18 +193,7 @@ class Store:
         Raises what :func:`agent_sandbox.store.tarin.read_tar` does for a hostile or too large archive.
         """
 
-        def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
-            return tarin.read_tar(
-                file,
-                self._database,
-                writer,
-                base=base,
-                options=Options(owners=owners),
-                limits=limits,
-                cut=self._cut,
-                progress=progress,
-            )
-
+        take = self._unpacked(file, limits, progress)
         return branches.advance(self._database, ref, take, note=Note(author, message), expected=expected)
 
     def import_layer(
@@ -245,6 +266,13 @@ class Store:
         that in its history: merge it first.
         """
         return branches.publish(self._database, ref)
+
+    def extend(self, project: str, state: str) -> Created | UpToDate | HeadMoved:
+        """As :meth:`add`, for any state; ``main`` goes along where it is at the last layer.
+
+        ``UpToDate`` when it is a layer of the project already, be it the last one or not.
+        """
+        return branches.extend(self._database, project, state)
 
     def reset(self, branch: str, state: str) -> Ref:
         """Move a branch to any state, as a rollback does. What only it led to goes with the next gc."""
@@ -356,11 +384,16 @@ class Store:
             raise InvalidRequestError(f"this path is a {entry.type.name.lower()}, not a directory")
         return self._steps(walk.entries(self._database, entry), commit)
 
-    def data_bytes(self, ref: str) -> int:
-        """Count the bytes of data in a state's files as a capture's report does: no holes, each file once."""
+    def data_bytes(self, ref: str, known: tuple[str, int] | None = None) -> int:
+        """Count the bytes of data in a state's files as a capture's report does: no holes, each file once.
+
+        ``known``: another state with its count, from which only what differs is counted.
+        """
         with self._database.reading():
             _, root = self._state(ref)
-            return data_bytes(self._database, root)
+            if known is None:
+                return data_bytes(self._database, root)
+            return data_bytes_after(self._database, self._state(known[0])[1], known[1], root)
 
     def export_tar(
         self, ref: str, out: Sink, *, owner: tuple[int, int] = (0, 0), progress: Progress | None = None
@@ -429,7 +462,7 @@ class Store:
             if not self._database.index.has_state(upper.below):
                 return None
             with opened(upper.directory) as fd, suppress(OverlayRefusedError):
-                return self._engine.capture(
+                captured = self._engine.capture(
                     fd,
                     self._database,
                     writer,
@@ -439,6 +472,7 @@ class Store:
                     options=Options(owners=owners),
                     progress=progress,
                 )
+                return replace(captured, report=replace(captured.report, whole=False))
             return None
 
         def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
@@ -461,6 +495,21 @@ class Store:
                     options=Options(owners=owners),
                     progress=progress,
                 )
+
+        return take
+
+    def _unpacked(self, file: Stream, limits: Limits | None, progress: Progress | None) -> Take:
+        def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
+            return tarin.read_tar(
+                file,
+                self._database,
+                writer,
+                base=base,
+                options=Options(owners=owners),
+                limits=limits,
+                cut=self._cut,
+                progress=progress,
+            )
 
         return take
 

@@ -20,6 +20,7 @@ from agent_sandbox.errors import (
     ConflictError,
     InvalidRequestError,
     NotFoundError,
+    PayloadTooLargeError,
     StoreBusyError,
     StoreDamagedError,
     StoreError,
@@ -703,6 +704,50 @@ def test_archives_go_out_and_come_in(store: Store, place: Path) -> None:
     with pytest.raises(InvalidRequestError):
         store.import_tar("q", io.BytesIO(b"no archive" * 100))
     assert store.resolve("q") == made.commit
+
+
+def test_a_project_begins_with_an_archive_or_not_at_all(store: Store, place: Path) -> None:
+    store.init("p", files(place / "work", a="12", b="345"))
+    archive = io.BytesIO()
+    store.export_tar("p", archive)
+
+    def begin(name: str, max_bytes: int) -> Created:
+        archive.seek(0)
+        return store.init_tar(name, archive, message="in", max_bytes=max_bytes)
+
+    with pytest.raises(PayloadTooLargeError, match="more than 4 bytes"):
+        begin("q", 4)
+    with pytest.raises(InvalidRequestError):
+        store.init_tar("q", io.BytesIO(b"no archive" * 100))
+    assert [project.name for project in store.projects()] == ["p"]
+    made = begin("q", 5)
+    assert (made.report.bytes, list(store.diff("p", "q"))) == (5, [])
+    assert [layer.commit for layer in store.layers("q")] == [made.commit] == [store.resolve("q")]
+    with pytest.raises(ConflictError, match="already"):
+        begin("q", 5)
+
+
+def test_any_state_that_comes_from_the_last_layer_can_be_the_next_one(store: Store, place: Path) -> None:
+    work = files(place / "work", a="1")
+    store.init("p", work)
+    store.init("other")
+    store.fork("p", "other:work")
+    first = commit(store, "other:work", files(work, a="2"))
+    store.fork("p", "other:late")
+    late = commit(store, "other:late", files(work, a="3"))
+    assert isinstance(store.extend("p", first.hex()), Created)
+    assert ([layer.commit for layer in store.layers("p")][1:], store.resolve("p")) == ([first], first)
+    assert store.extend("p", late.hex()) == HeadMoved(first)
+    second = commit(store, "other:work", files(work, a="4"))
+    assert isinstance(store.extend("p", "other:work"), Created)
+    assert store.extend("p", first.hex()) == UpToDate(first), "also when others have gone on"
+    assert [layer.commit for layer in store.layers("p")][1:] == [first, second]
+    mine = commit(store, "p", files(work, a="5"))
+    third = commit(store, "other:work", files(work, a="6"))
+    assert isinstance(store.extend("p", third.hex()), Created)
+    assert store.resolve("p") == mine, "what is not published stays where it is"
+    with pytest.raises(NotFoundError, match="no project"):
+        store.extend("nobody", first.hex())
 
 
 def test_layers_go_out_and_come_in(store: Store, place: Path) -> None:
