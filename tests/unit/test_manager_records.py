@@ -99,7 +99,7 @@ SNAPSHOT_V2 = SNAPSHOT_V1.replace('"version":1', '"version":2').replace(
     f'"digest":"{"ab" * 32}"', f'"digest":"","commit":"{"cd" * 32}"'
 )
 # Version 3 of a snapshot's record.
-SNAPSHOT_V3 = SNAPSHOT_V2.replace('"version":2', '"version":3')[:-1] + ',"auto":true,"memory":false}'
+SNAPSHOT_V3 = SNAPSHOT_V2.replace('"version":2', '"version":3')[:-1] + ',"auto":true,"memory_bytes":4096}'
 
 
 def test_version_1_decodes_and_commands_do_not_keep_such_a_sandbox() -> None:
@@ -119,7 +119,7 @@ def test_this_version_is_written() -> None:
     assert encode_sandbox(latest) == SANDBOX_V3
     assert decode_sandbox(SANDBOX_V3) == latest
     assert decode_sandbox(encode_sandbox(SANDBOX)) == SANDBOX
-    automatic = dataclasses.replace(COMMITTED, auto=True)
+    automatic = dataclasses.replace(COMMITTED, auto=True, memory_bytes=4096)
     assert encode_snapshot(automatic) == SNAPSHOT_V3
     assert decode_snapshot(SNAPSHOT_V3) == automatic
     assert decode_snapshot(encode_snapshot(SNAPSHOT)) == SNAPSHOT

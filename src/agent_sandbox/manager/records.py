@@ -26,7 +26,7 @@ SANDBOX_VERSION = 3
 """2: with ``latest_at`` and ``metadata``; 3: with ``project``, ``source``, ``commit``, ``commit_bytes``, ``parked``."""
 
 SNAPSHOT_VERSION = 3
-"""2: with ``commit``; 3: with ``auto`` and ``memory``."""
+"""2: with ``commit``; 3: with ``auto`` and ``memory_bytes``."""
 
 _T = TypeVar("_T")
 
@@ -73,8 +73,8 @@ class SnapshotRecord:
     ``commit`` is its state in the store, 64 hexadecimal digits; None for a file in ``snapshots/``, whose BLAKE2b-256 is
     ``digest`` (hexadecimal). ``size_bytes`` counts regular files without holes, ``stored_bytes`` what was added to the
     disk for it. ``skipped`` has at most 100 pairs of path and reason, ``skipped_total`` is their whole
-    count. ``auto``: a rollback made it of what it replaced; it goes with its sandbox, or with the next one. ``memory``:
-    what its processes had in memory is kept beside it.
+    count. ``auto``: a rollback made it of what it replaced; it goes with its sandbox, or with the next one.
+    ``memory_bytes`` is what its checkpoint takes (``checkpoints.py``); None where no memory was kept.
     """
 
     id: str
@@ -90,7 +90,7 @@ class SnapshotRecord:
     digest: str = ""
     commit: str | None = None
     auto: bool = False
-    memory: bool = False
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def decode_snapshot(text: object) -> SnapshotRecord:
             digest=_typed(table, "digest", str),
             commit=None if table["version"] == 1 else _commit(table),
             auto=table["version"] >= 3 and _typed(table, "auto", bool),
-            memory=table["version"] >= 3 and _typed(table, "memory", bool),
+            memory_bytes=None if table["version"] < 3 else _memory_bytes(table),
         )
 
     return _decode(text, build, SNAPSHOT_VERSION)
@@ -226,6 +226,10 @@ def _commit(table: Mapping[str, Any]) -> str | None:
     if commit is not None and not re.fullmatch(r"[0-9a-f]{64}", commit):
         raise ValueError("the commit is no commit's id")
     return commit
+
+
+def _memory_bytes(table: Mapping[str, Any]) -> int | None:
+    return None if table["memory_bytes"] is None else _typed(table, "memory_bytes", int)
 
 
 def _encode(table: Mapping[str, Any]) -> str:
