@@ -64,6 +64,13 @@ class Settings:
         low=65_536,
         high=0x7FFD_0000,
     )
+    docker_host: str = _setting(
+        "unix:///var/run/docker.sock", "Docker engine of the docker backend: unix:///path or tcp://host:port."
+    )
+    docker_runtime: str = _setting("", "OCI runtime of the docker backend, such as runsc; empty: the engine's own.")
+    network_name: str = _setting(
+        "asb-network", "Bridge network of the docker backend's sandboxes that have one; made where it is missing."
+    )
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
     allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")

@@ -16,6 +16,7 @@ from agent_sandbox.errors import InvalidRequestError
 
 GROUP = "agent_sandbox.backends"
 BUILT_IN = {
+    "docker": "agent_sandbox.backends.docker:DockerBackend",
     "fake": "agent_sandbox.backends.fake:FakeBackend",
     "runc": "agent_sandbox.backends.oci:OciBackend",
 }

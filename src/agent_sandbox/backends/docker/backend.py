@@ -1,0 +1,674 @@
+"""Sandboxes on a Docker engine: one hardened container each, with ``sandboxd`` as its first process.
+
+Strategy
+--------
+* An environment is a directory of the server's (``places.py``) and what the engine has with its labels: a container,
+  volumes. It is found by directory and labels, never by name, and every part can be removed alone.
+* Where the engine shares this host's files (``facts.py``), the workspace is on a disk of this host, as with the oci
+  backend: bound into the container, or, over layers, an overlay that the engine mounts as a volume. That it arrived is
+  proven before the sandbox counts as made: the daemon has to read through ``/workspace`` what was put there. Elsewhere
+  it is a volume of the engine's.
+* The daemon is reached by a socket that it binds in a directory mounted for it; where that cannot be, through the
+  engine (``bridge.py``). Its key comes in a file of mode 0600, mounted or uploaded, and is nowhere else.
+* Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
+  ``destroy`` takes, which works from any subset of the parts.
+* Destroying ends the processes and replies; the rest goes in the background, again and again until it is gone.
+* A container that ended (by the engine's restart, or by itself) is a stopped sandbox: its disk is kept, and starting
+  begins by clearing what is left of the last time. One whose container somebody removed gets a new one.
+
+Every call to the engine is made once. The file is long because it holds every change of an environment's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import io
+import logging
+import os
+import platform
+import re
+import secrets
+import tarfile
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from agent_sandbox.backends.base import ByteSource
+from agent_sandbox.backends.docker import container, facts, images
+from agent_sandbox.backends.docker.bridge import Bridges
+from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, PRIVATE, Layout, Mount
+from agent_sandbox.backends.docker.containers import Containers, groups_of, live_process
+from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.backends.docker.facts import Facts
+from agent_sandbox.backends.docker.networks import Network
+from agent_sandbox.backends.docker.places import Environment, Places, Record
+from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
+from agent_sandbox.backends.linux import cgroups, seccomp
+from agent_sandbox.backends.linux.changes import Changes
+from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.linux.ending import end_processes
+from agent_sandbox.backends.linux.failures import translated
+from agent_sandbox.backends.linux.inspection import has_shared_map, observe
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, why_no_overlay
+from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.removals import Removals
+from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks
+from agent_sandbox.backends.linux.waiting import settled
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
+from agent_sandbox.types import (
+    WORKSPACE,
+    Capabilities,
+    EnvironmentInfo,
+    HeldWorkspace,
+    LimitName,
+    PreparedWorkspace,
+    ResolvedImage,
+    SandboxSpec,
+)
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+_THREADS = 16
+_CONNECT_TRIES = 40
+_CONNECT_PAUSE_SECONDS = 0.05
+_SYNC_SECONDS = 5.0
+_CLOSE_SECONDS = 10.0
+_SOCKETS_SHARE = 4
+"""Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
+_UNSTARTED = Facts("", "", frozenset(), "", "", False, "the backend was not started", False)
+
+
+class _Live:
+    """What is known of a container that runs on this host: its first process and its control groups."""
+
+    def __init__(self, cid: str, process: Process, groups: cgroups.Groups) -> None:
+        self.cid, self.process, self.groups = cid, process, groups
+
+
+class DockerBackend(GuestBackend):
+    """Sandboxes as containers of a Docker engine. See the contract in ``base.py``."""
+
+    name = "docker"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._places = Places(settings.data_dir)
+        self.instance = self._places.instance
+        self._engine = Engine(settings.docker_host)
+        self._containers = Containers(self._engine, self.instance)
+        self._network = Network(self._engine, settings.network_name)
+        self._bridges = Bridges(self._engine)
+        self._templates = Templates(self._places.templates)
+        self._hierarchies = cgroups.Hierarchies(None)
+        self._facts = _UNSTARTED
+        self._sandboxd = Path()
+        self._seccomp: dict[str, Any] = {}
+        self.capabilities: Capabilities = facts.capabilities(_UNSTARTED, no_layers="not started", no_network="")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
+        self._records: dict[str, Record] = {}
+        self._live: dict[str, _Live] = {}
+        self._changes = Changes()
+        self._removals = Removals(self._clear)
+
+    # -- the backend as a whole ------------------------------------------------------
+
+    async def start(self) -> None:
+        self._facts = await facts.find(self._engine, self._settings.docker_runtime, self.instance)
+        async with translated("starting the docker backend"):
+            await self._thread(self._prepare)
+        no_network = await self._network.why_not() if self._facts.shares_files else self._facts.not_shared
+        no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
+        self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
+        self.versions = {"docker": self._facts.version, "runtime": self._facts.runtime}
+        await self._thaw_all()
+
+    def _prepare(self) -> None:
+        self._seccomp = seccomp.profile(platform.machine())
+        self._sandboxd = find_sandboxd(self._settings.sandboxd)
+        self._places.prepare(shares_files=self._facts.shares_files)
+        if self._facts.shares_files:
+            require_disks()
+            self._templates.clear()
+            self._hierarchies = cgroups.find_hierarchies()
+
+    async def _thaw_all(self) -> None:
+        """Let go on what a server held still that then ended."""
+        for one in await self._containers.find():
+            if one.get("State") == "paused":
+                with contextlib.suppress(ConflictError, NotFoundError):
+                    await self._engine.post(f"/containers/{one['Id']}/unpause")
+            elif one.get("State") == "running" and self._facts.shares_files:
+                id = (one.get("Labels") or {}).get(f"{container.LABEL}.id", "")
+                with contextlib.suppress(NotFoundError):
+                    live = await self._look(id, one["Id"])
+                    if live is not None:
+                        await self._thread(live.groups.thaw)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._removals.close(_CLOSE_SECONDS)
+        await self._bridges.close()
+        await self._engine.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._places.close()
+
+    async def ping(self) -> None:
+        await self._engine.get("/version")
+        if not os.access(self._places.environments, os.W_OK):
+            raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
+
+    async def resolve_image(self, name: str) -> ResolvedImage:
+        image = await images.find(self._engine, name, self._facts.machine, self.name)
+        return ResolvedImage(name, image.id, True, image.config.env)
+
+    # -- create --------------------------------------------------------------------------
+
+    async def create(self, id: str, spec: SandboxSpec) -> None:
+        await self._create_over(id, spec, ())
+
+    async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
+        if not self.capabilities.layered_workspace:
+            raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
+        await self._create_over(id, spec, workspace.lowers)
+
+    async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
+        self._check(id, spec)
+        if len(layers) > MAX_LAYERS:
+            raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
+        if id in self._removals or id in await self.list_ids():
+            raise ConflictError(f"environment {id} exists already")
+        await self._changes.alone(id, self._create(id, spec, layers))
+
+    def _check(self, id: str, spec: SandboxSpec) -> None:
+        if not _ID.fullmatch(id):
+            raise InvalidRequestError(f"{id!r} is not an environment id")
+        if spec.network not in self.capabilities.network:
+            reason = self.capabilities.notes.get("network", f"only {sorted(self.capabilities.network)} here")
+            raise UnsupportedError("network", self.name, reason)
+        limits: tuple[LimitName, ...] = ("cpus", "memory", "pids", "disk")
+        missing = [limit for limit in limits if limit not in self.capabilities.enforces]
+        if missing and not self._settings.allow_unenforced:
+            reason = self.capabilities.notes.get(missing[0], "not enforced here")
+            raise UnsupportedError(
+                f"limit {missing[0]}", self.name, f"{reason}; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
+            )
+        if not spec.read_only_rootfs and not self._settings.allow_unenforced:
+            raise UnsupportedError(
+                "writable_rootfs",
+                self.name,
+                "the engine does not limit what it takes of its disk; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that",
+            )
+
+    async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
+        environment = self._places.environment(id)
+        try:
+            async with translated("creating the sandbox"):
+                name = spec.image_digest or spec.image
+                image = await images.inspect(self._engine, name, self._facts.machine, self.name)
+                record = Record(
+                    id,
+                    spec,
+                    image.id,
+                    self._facts.shares_files,
+                    dict(image.config.env),
+                    image.config.volumes,
+                    layers,
+                )
+                key = await self._thread(environment.reserve, record)
+                await self._build(environment, record, key, new=True)
+        except BaseException:
+            await settled(asyncio.ensure_future(self._undo(id)))
+            raise
+
+    async def _build(self, environment: Environment, record: Record, key: bytes, *, new: bool) -> None:
+        """Make or open the workspace, make the container where there is none, start it and meet its daemon."""
+        id, nonce = record.id, secrets.token_hex(16)
+        config = _daemon_config(record.spec, key)
+        if record.shares_files:
+            await self._thread(environment.prepare_guest, config)
+            if new:
+                await self._thread(environment.make_disk, self._templates, record)
+                await self._thread(_put_nonce, _changes(environment, record), nonce, record.spec)
+            else:
+                await self._thread(environment.disk.open)
+        mounts = await self._mounts(environment, record, new=new)
+        if not record.container:
+            cid = await self._containers.create(id, self._body(record, mounts, await self._network_name(record)))
+            record = replace(record, container=cid)
+            await self._thread(environment.write, record)
+            if not record.shares_files:
+                await self._deliver(record, config, new=new)
+        elif record.spec.network == "full":
+            await self._network.ensure()
+        await self._containers.start(record.container)
+        self._records[id] = record
+        live = await self._look(id, record.container)
+        if live is not None:
+            await self._thread(_limit_sockets, live.groups, record.spec)
+        await self.guest_ready(id)
+        if new and record.shares_files:
+            await self._prove(environment, record, nonce)
+
+    async def _mounts(self, environment: Environment, record: Record, *, new: bool) -> tuple[Mount, ...]:
+        """The container's mounts; their volumes are made where they are not there."""
+        id = record.id
+        if not record.shares_files:
+            for name in (PREFIX + id, f"{PREFIX}{id}-daemon"):
+                await self._engine.post("/volumes/create", container.named_volume(name, id, self.instance))
+            return (
+                container.workspace_mount("volume", PREFIX + id),
+                Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
+            )
+        daemon = Mount("bind", str(self._sandboxd), DAEMON, read_only=True)
+        at = PRIVATE if self._facts.binds_sockets else DELIVERED
+        guest = Mount("bind", str(environment.guest), at, read_only=not self._facts.binds_sockets)
+        if not record.layers:
+            return container.workspace_mount("bind", str(environment.disk.workspace)), daemon, guest
+        lowers = await self._thread(environment.short_layers, record)
+        disk = environment.disk
+        body = container.layered_volume(
+            id, self.instance, lowers, str(disk.changes), str(disk.changes_work), OVERLAY_OPTIONS
+        )
+        if new or PREFIX + id not in {str(one.get("Name")) for one in await self._containers.volumes(id)}:
+            await self._engine.post("/volumes/create", body)
+        return container.workspace_mount("volume", PREFIX + id), daemon, guest
+
+    def _body(self, record: Record, mounts: tuple[Mount, ...], network: str) -> dict[str, Any]:
+        sock, daemon, config = f"{PRIVATE}/sock", DAEMON, f"{PRIVATE}/config"
+        tmpfs = {}
+        if not self._facts.binds_sockets:
+            config = f"{DELIVERED}/config"
+            tmpfs = {PRIVATE: "rw,noexec,nosuid,nodev,mode=0700,size=64k"}
+        if not record.shares_files:
+            daemon = f"{DELIVERED}/sandboxd"
+        layout = Layout(
+            image_id=record.image_id,
+            instance=self.instance,
+            daemon_args=(daemon, "--listen", sock, "--config", config),
+            mounts=mounts,
+            volumes=record.volumes,
+            network=network,
+            runtime=self._facts.asked,
+            tmpfs=tmpfs,
+            pids_on_host=not self._facts.is_gvisor,
+        )
+        return container.container(record.id, record.spec, layout, self._seccomp)
+
+    async def _network_name(self, record: Record) -> str:
+        return await self._network.ensure() if record.spec.network == "full" else "none"
+
+    async def _deliver(self, record: Record, config: bytes, *, new: bool) -> None:
+        """Upload the daemon and its configuration, and give the workspace to the sandbox user, before the start."""
+        daemon = await self._thread(self._sandboxd.read_bytes)
+        archive = await self._thread(_archive, [("sandboxd", 0o755, daemon), ("config", 0o600, config)])
+        await self._engine.put_archive(record.container, DELIVERED, archive)
+        if new:
+            await self._engine.put_archive(record.container, "/", _workspace_archive(record.spec))
+
+    async def _prove(self, environment: Environment, record: Record, nonce: str) -> None:
+        """See that ``/workspace`` is the one made here: the daemon reads there what was put in, which then goes."""
+        path = f"{WORKSPACE}/{_nonce_name(nonce)}"
+        try:
+            read = await self.read_file(record.id, path, len(nonce))
+        except (NotFoundError, InvalidRequestError):
+            read = b""
+        if read != nonce.encode():
+            raise BackendError(
+                "the sandbox's /workspace is not the one that this server made: the Docker engine does not share this "
+                "host's files as it seemed to"
+            )
+        changes = _changes(environment, record)
+        await self.remove_file(record.id, path)
+        await self._thread(_as_before, changes, record)
+
+    async def _undo(self, id: str) -> None:
+        try:
+            await self._clear(id)
+        except (OSError, SandboxError) as error:
+            _log.error("environment %s could not be removed after it failed: %s", id, error)
+            self._removals.begin(id)
+
+    # -- destroy -------------------------------------------------------------------------
+
+    async def destroy(self, id: str) -> None:
+        if not _ID.fullmatch(id):
+            return
+        await self._changes.end(id)
+        async with translated("destroying the sandbox"):
+            await settled(asyncio.ensure_future(self._end(id)))
+        if id in await self.list_ids():
+            self._removals.begin(id)
+
+    async def _end(self, id: str) -> None:
+        """End every process of the environment, which cannot be found from now on; return when none is left."""
+        try:
+            await self._thread(self._places.environment(id).forget)
+        except OSError as error:
+            # A damaged directory, or a disk that has become read-only, must not keep processes alive.
+            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
+        self._records.pop(id, None)
+        await self._end_processes(id)
+
+    async def _end_processes(self, id: str) -> None:
+        await self.drop_guest(id)
+        live = self._live.pop(id, None)
+        if live is not None:
+            await self._thread(end_processes, live.process, live.groups)
+        else:
+            await self._containers.kill(id)
+
+    async def _clear(self, id: str) -> None:
+        """End what still runs and remove everything. The directory goes last: by that it is listed."""
+        await self._end(id)
+        await self._containers.remove(id, volumes=True)
+        environment = self._places.environment(id)
+        await self._thread(environment.unmount)
+        await self._thread(environment.remove)
+
+    # -- stop and start ----------------------------------------------------------------
+
+    async def stop_environment(self, id: str) -> None:
+        await self._record(id)
+        if id in self._removals:
+            raise NotFoundError(f"there is no environment {id}")
+        async with translated("stopping the sandbox"):
+            await self._changes.alone(id, self._stop(id))
+
+    async def _stop(self, id: str) -> None:
+        if await self.is_running(id):
+            with contextlib.suppress(SandboxError, TimeoutError):
+                async with asyncio.timeout(_SYNC_SECONDS):
+                    await self.sync(id)
+        await self._halt(id)
+        await self._thread(self._places.environment(id).disk.flush)
+
+    async def _halt(self, id: str) -> None:
+        """End every process and free what a reboot would; the container, the disk, the record and the key stay."""
+        await self._end_processes(id)
+        for one in await self._containers.find(id):
+            await self._containers.wait(one["Id"])
+        await self._thread(self._places.environment(id).unmount)
+
+    async def start_environment(self, id: str) -> None:
+        record = await self._record(id)
+        if id in self._removals:
+            raise NotFoundError(f"there is no environment {id}")
+        if record.shares_files and not self._facts.shares_files:
+            raise ConflictError(f"the sandbox's disk is on this host, but {self._facts.not_shared}")
+        async with translated("starting the sandbox"):
+            await self._changes.alone(id, self._start_again(record))
+
+    async def _start_again(self, record: Record) -> None:
+        id, environment = record.id, self._places.environment(record.id)
+        if await self.is_running(id):
+            return
+        try:
+            await self._halt(id)
+            key = await self._thread(environment.key)
+            there = {one["Id"] for one in await self._containers.find(id)}
+            if record.container not in there:
+                await self._containers.remove(id, volumes=False)
+                record = replace(record, container="")
+            await self._build(environment, record, key, new=False)
+        except BaseException:
+            try:
+                await settled(asyncio.ensure_future(self._halt(id)))
+            except (OSError, SandboxError) as error:
+                _log.error("environment %s did not start and could not be cleared; start it again: %s", id, error)
+            raise
+
+    # -- the workspace from outside --------------------------------------------------------
+
+    def hold_workspace(self, id: str) -> contextlib.AbstractAsyncContextManager[HeldWorkspace]:
+        if not self.capabilities.layered_workspace:
+            raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
+        return self._held(id)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, id: str) -> AsyncGenerator[HeldWorkspace, None]:
+        record = await self._record(id)
+        live = await self._running(record)
+        if live is None:
+            raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
+        path = await self._workspace_path(record)
+        if self._facts.is_gvisor:  # the guest's own kernel has to stop, which the runtime does, and its maps are unseen
+            async with translated("holding the sandbox still"):
+                await self._engine.post(f"/containers/{live.cid}/pause")
+            try:
+                yield HeldWorkspace(str(path), mapped=True)
+            finally:
+                with contextlib.suppress(ConflictError, NotFoundError):  # it was ended meanwhile
+                    await settled(asyncio.ensure_future(self._engine.post(f"/containers/{live.cid}/unpause")))
+            return
+        try:
+            async with translated("holding the sandbox still"):
+                if not await self._thread(live.groups.freeze):
+                    raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
+                mapped = await self._thread(has_shared_map, live.groups.processes())
+            yield HeldWorkspace(str(path), mapped)
+        finally:
+            await self._thread(live.groups.thaw)
+
+    async def _workspace_path(self, record: Record) -> Path:
+        """Where this host sees the workspace: on the disk, or where the engine has mounted the overlay."""
+        disk = self._places.environment(record.id).disk
+        if not record.layers:
+            return disk.workspace
+        volume = await self._engine.get(f"/volumes/{PREFIX}{record.id}")
+        return Path(str(volume["Mountpoint"]))
+
+    async def layers_in_use(self) -> set[str]:
+        if not self.capabilities.layered_workspace:
+            raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
+        async with translated("listing the layers in use"):
+            return await self._thread(self._places.layers)
+
+    # -- looking -----------------------------------------------------------------------
+
+    async def list_ids(self) -> list[str]:
+        found = await self._containers.ids()
+        async with translated("listing the sandboxes"):
+            found |= await self._thread(self._places.names)
+        return sorted(id for id in found if _ID.fullmatch(id))
+
+    async def is_running(self, id: str) -> bool:
+        try:
+            record = await self._record(id)
+            return bool((await self._containers.state(record.container)).get("Running")) if record.container else False
+        except NotFoundError:
+            return False
+
+    async def inspect(self, id: str) -> EnvironmentInfo:
+        record = await self._record(id)
+        try:
+            seen = await self._containers.inspect(record.container)
+        except NotFoundError:
+            seen = {}
+        running = bool((seen.get("State") or {}).get("Running"))
+        live = await self._running(record) if running else None
+        config = seen.get("HostConfig") or {}
+        details: dict[str, Any] = {
+            "limits": {
+                "cpus": config.get("CpuQuota", 0) / (config.get("CpuPeriod") or 1),
+                "memory_bytes": config.get("Memory"),
+                "memory_swap_bytes": config.get("MemorySwap"),
+                "pids": config.get("PidsLimit"),
+            }
+        }
+        if live is not None:
+            async with translated("inspecting the sandbox"):
+                observed = live.process if not self._facts.is_gvisor else None
+                details = await self._thread(lambda: observe(observed, live.groups.limits()))
+                details["usage"] = await self._thread(live.groups.usage)
+        details |= {
+            "image": record.spec.image,
+            "image_digest": record.image_id,
+            "runtime": f"{self._facts.runtime} of Docker {self._facts.version}",
+            "container": record.container,
+            "network_mode": config.get("NetworkMode"),
+            "endpoint": "unix socket" if self._facts.binds_sockets else "exec bridge",
+            "labels": container.labels(id, self.instance),
+        }
+        return EnvironmentInfo(id, running, details)
+
+    # -- the daemon's side ---------------------------------------------------------------
+
+    async def endpoint(self, id: str) -> Endpoint:
+        record = await self._record(id)
+        environment = self._places.environment(id)
+        async with translated("reaching the sandbox's daemon"):
+            key = await self._thread(environment.key)
+            await self._running(record)
+            if not self._facts.binds_sockets:
+                return Endpoint(await self._bridge(record), key, record.spec, record.image_env)
+            for _ in range(_CONNECT_TRIES):
+                try:
+                    connection = environment.connect()
+                except BlockingIOError:
+                    await asyncio.sleep(_CONNECT_PAUSE_SECONDS)
+                except OSError as error:
+                    if error.errno == errno.ENOENT:
+                        raise ConflictError("the sandbox is stopped; start it, its workspace is kept") from None
+                    if error.errno == errno.ECONNREFUSED:
+                        raise BackendError("the sandbox is not running; start it again or destroy it") from None
+                    raise
+                else:
+                    return Endpoint(connection, key, record.spec, record.image_env)
+        raise BackendError("the sandbox's daemon takes no connection; it may be overloaded")
+
+    async def _bridge(self, record: Record) -> Any:
+        daemon = DAEMON if record.shares_files else f"{DELIVERED}/sandboxd"
+        try:
+            return await self._bridges.open(record.container, [daemon, "bridge", f"{PRIVATE}/sock"])
+        except (ConflictError, NotFoundError):
+            raise ConflictError("the sandbox is stopped; start it, its workspace is kept") from None
+
+    async def import_workspace(self, id: str, src: ByteSource, max_bytes: int) -> None:
+        record, disk = await self._record(id), self._places.environment(id).disk
+        if not record.shares_files:
+            await super().import_workspace(id, src, max_bytes)
+            return
+        async with translated("restoring the workspace"):
+            await self._thread(disk.lend_reserve, record.spec.uid)
+        await super().import_workspace(id, src, max_bytes)
+        async with translated("restoring the workspace"):
+            await self._thread(disk.lend_reserve, 0)
+
+    async def kill_guest(self, id: str) -> None:
+        try:
+            live = self._live.get(id)
+            if live is not None:
+                await self._thread(end_processes, live.process, live.groups)
+            else:
+                await self._containers.kill(id)
+        except (OSError, SandboxError):
+            _log.exception("environment %s could not be killed", id)
+
+    def oom_kills(self, id: str) -> int | None:
+        live = self._live.get(id)
+        return None if live is None or self._facts.is_gvisor else live.groups.oom_kills()
+
+    # -- parts -----------------------------------------------------------------------------
+
+    async def _record(self, id: str) -> Record:
+        if not _ID.fullmatch(id):
+            raise NotFoundError(f"there is no environment {id}")
+        if id not in self._records:
+            record = await self._thread(self._places.environment(id).record)
+            self._records[id] = record
+        return self._records[id]
+
+    async def _running(self, record: Record) -> _Live | None:
+        """What is known of the running container on this host; asked for when it is not known or has ended."""
+        live = self._live.get(record.id)
+        if live is not None and live.cid == record.container and await self._thread(live.process.alive):
+            return live
+        self._live.pop(record.id, None)
+        try:
+            return await self._look(record.id, record.container)
+        except NotFoundError:
+            return None
+
+    async def _look(self, id: str, cid: str) -> _Live | None:
+        if not self._facts.shares_files or not cid:
+            return None
+        process = live_process(await self._containers.state(cid))
+        groups = None if process is None else await self._thread(groups_of, process, cid, self._hierarchies)
+        if process is None or groups is None:
+            return None
+        self._live[id] = _Live(cid, process, groups)
+        return self._live[id]
+
+    async def _thread(self, work: Callable[..., T], *args: object) -> T:
+        """Run blocking work on a thread and see it through, also when the caller is cancelled."""
+        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
+
+
+def _daemon_config(spec: SandboxSpec, key: bytes) -> bytes:
+    memory = spec.memory_mb * container.MIB
+    return msgspec.msgpack.encode({"key": key, "uid": spec.uid, "gid": spec.gid, "memory_bytes": memory})
+
+
+def _changes(environment: Environment, record: Record) -> Path:
+    """The directory that holds what the sandbox itself puts in its workspace."""
+    return environment.disk.changes if record.layers else environment.disk.workspace
+
+
+def _nonce_name(nonce: str) -> str:
+    return f".asb-{nonce}"
+
+
+def _put_nonce(directory: Path, nonce: str, spec: SandboxSpec) -> None:
+    path = directory / _nonce_name(nonce)
+    path.write_text(nonce)
+    os.chown(path, spec.uid, spec.gid)
+
+
+def _as_before(directory: Path, record: Record) -> None:
+    """Give the workspace's root the times that it had before something was put there."""
+    if record.layers:
+        state = Path(record.layers[0]).stat()
+        os.utime(directory, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def _limit_sockets(groups: cgroups.Groups, spec: SandboxSpec) -> None:
+    groups.limit_sockets(spec.memory_mb * container.MIB // _SOCKETS_SHARE)
+
+
+def _archive(files: list[tuple[str, int, bytes]]) -> bytes:
+    """A tar of files of root's."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, mode, content in files:
+            info = tarfile.TarInfo(name)
+            info.mode, info.size = mode, len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def _workspace_archive(spec: SandboxSpec) -> bytes:
+    """A tar that gives the workspace's root to the sandbox user and puts nothing into it."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        info = tarfile.TarInfo(WORKSPACE.lstrip("/"))
+        info.type, info.mode, info.uid, info.gid = tarfile.DIRTYPE, 0o755, spec.uid, spec.gid
+        tar.addfile(info)
+    return packed.getvalue()

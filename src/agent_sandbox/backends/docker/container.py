@@ -1,0 +1,219 @@
+"""What the engine is asked for: the body that creates a sandbox's container, and the workspace's volume. Pure.
+
+The rules
+---------
+* Nothing secret goes in: no value of the sandbox's environment, no key. The engine shows the body to all its users.
+* The image's entrypoint, command, user and health check are replaced. Its volumes would be writable and without a
+  limit, so each becomes an anonymous one that is read-only and shows what the image has there.
+* Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory, ``/run`` is
+  small and root's, ``/workspace`` is on the sandbox's own disk where the engine shares this host's files.
+* ``/proc`` cannot be given ``hidepid`` through an engine: the daemon is seen there, and shows nothing.
+* The engine restarts no container by itself: a sandbox that ended is told as stopped, and started when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_sandbox.types import WORKSPACE, SandboxSpec
+
+LABEL = "io.agent-sandbox"
+PREFIX = "asb-"
+PRIVATE = "/run/agent-sandbox"
+"""The daemon's directory, of mode 0700: its socket, and its configuration where the host's files are shared."""
+DAEMON, DELIVERED = "/run/sandboxd", "/run/sandboxd.d"
+"""The daemon's executable, and the directory that holds it where it is delivered in a volume."""
+DAEMON_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SETPCAP")
+CPU_PERIOD_US = 100_000
+NOFILE = 20_000
+"""Descriptors of a process: enough for servers and build tools, and a bound on loops that close "all" of them."""
+SHM_MB = 64
+MIB = 1024 * 1024
+MASKED = (
+    *(f"/proc/{name}" for name in ("acpi", "asound", "bus", "cmdline", "diskstats", "fs", "interrupts", "kcore")),
+    *(f"/proc/{name}" for name in ("key-users", "keys", "latency_stats", "locks", "partitions", "sched_debug", "scsi")),
+    *(f"/proc/{name}" for name in ("timer_list", "timer_stats")),
+    *("/sys/block", "/sys/class/block", "/sys/dev/block", "/sys/devices/virtual/block"),
+    *("/sys/devices/virtual/powercap", "/sys/firmware"),
+    *(f"/sys/fs/{name}" for name in ("bcache", "bpf", "btrfs", "erofs", "ext4", "f2fs", "fuse", "jfs", "nfs")),
+    *(f"/sys/fs/{name}" for name in ("ocfs2", "orangefs", "pstore", "resctrl", "selinux", "smackfs", "xfs", "zonefs")),
+)
+"""More than engines mask by default: each sandbox's disk is a device of the host, so what lists devices, mounted file
+systems and locks tells of all sandboxes; the kernel's command line may hold what is the host's alone."""
+READ_ONLY = ("/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+_LOG_BYTES = "64k"
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mount of a container: a host's path (``bind``) or the name of a volume; ``""`` is an anonymous volume."""
+
+    kind: str
+    source: str
+    target: str
+    read_only: bool = False
+
+    def body(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        """As the engine's API writes it."""
+        body = {"Type": self.kind, "Target": self.target, "ReadOnly": self.read_only}
+        if self.source:
+            body["Source"] = self.source
+        if self.kind == "bind":
+            body["BindOptions"] = {"Propagation": "rprivate"}
+        else:
+            body["VolumeOptions"] = {"Labels": dict(labels), "NoCopy": bool(self.source)}
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of one environment are.
+
+    ``daemon_args`` is the daemon's argv; ``network`` the name of a network, or ``none``; ``mounts`` come beside the
+    image's volumes, whose paths are ``volumes``; ``runtime`` is empty for the engine's own choice; ``tmpfs`` are more
+    of them, with their options.
+    """
+
+    image_id: str
+    instance: str
+    daemon_args: tuple[str, ...]
+    mounts: tuple[Mount, ...]
+    volumes: tuple[str, ...] = ()
+    network: str = "none"
+    runtime: str = ""
+    tmpfs: Mapping[str, str] | None = None
+    pids_on_host: bool = True
+
+
+def labels(id: str, instance: str) -> dict[str, str]:
+    """The labels by which a resource and its server are known."""
+    return {f"{LABEL}.managed": "true", f"{LABEL}.id": id, f"{LABEL}.instance": instance}
+
+
+def filters(instance: str, id: str | None = None) -> dict[str, list[str]]:
+    """What finds the resources of a server, or of one environment of it, in the engine's listings."""
+    wanted = [f"{LABEL}.managed=true", f"{LABEL}.instance={instance}"]
+    return {"label": [*wanted, f"{LABEL}.id={id}"] if id is not None else wanted}
+
+
+def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any]) -> dict[str, Any]:
+    """The body that creates the container of environment ``id``."""
+    marks = labels(id, layout.instance)
+    own = {mount.target for mount in layout.mounts}
+    covered = [path for path in layout.volumes if not any(_within(path, target) for target in (*own, "/tmp", "/run"))]
+    mounts = [*(Mount("volume", "", path, read_only=True) for path in covered), *layout.mounts]
+    return {
+        "Image": layout.image_id,
+        "Hostname": "sandbox",
+        "User": "0:0",
+        "WorkingDir": "/",
+        "Entrypoint": list(layout.daemon_args),
+        "Cmd": [],
+        "Env": [],
+        "Labels": marks,
+        "Healthcheck": {"Test": ["NONE"]},
+        "StopSignal": "SIGKILL",
+        "HostConfig": {
+            **limits(spec, pids_on_host=layout.pids_on_host),
+            "Runtime": layout.runtime,
+            "Init": False,
+            "Privileged": False,
+            "CapDrop": ["ALL"],
+            "CapAdd": list(DAEMON_CAPABILITIES),
+            "SecurityOpt": ["no-new-privileges:true", f"seccomp={json.dumps(docker_seccomp(seccomp))}"],
+            "ReadonlyRootfs": spec.read_only_rootfs,
+            "NetworkMode": layout.network,
+            "IpcMode": "private",
+            "CgroupnsMode": "private",
+            "PidMode": "",
+            "UTSMode": "",
+            "MaskedPaths": list(MASKED),
+            "ReadonlyPaths": list(READ_ONLY),
+            "RestartPolicy": {"Name": "no"},
+            "LogConfig": {"Type": "json-file", "Config": {"max-size": _LOG_BYTES, "max-file": "1"}},
+            "Mounts": [mount.body(marks) for mount in mounts],
+            "Tmpfs": {**tmpfs(spec), **(layout.tmpfs or {})},
+            "Sysctls": sysctls(spec, layout),
+        },
+    }
+
+
+def limits(spec: SandboxSpec, *, pids_on_host: bool) -> dict[str, Any]:
+    """The limits of ``spec`` as the engine takes them; memory counts without swap."""
+    half = max(1, spec.memory_mb // 2)
+    found: dict[str, Any] = {
+        "Memory": spec.memory_mb * MIB,
+        "MemorySwap": spec.memory_mb * MIB,
+        "CpuPeriod": CPU_PERIOD_US,
+        "CpuQuota": max(1000, round(spec.cpus * CPU_PERIOD_US)),
+        "ShmSize": min(SHM_MB, half) * MIB,
+        "Ulimits": [
+            {"Name": "nofile", "Soft": NOFILE, "Hard": NOFILE},
+            # core(5): 1 keeps the kernel from starting a handler as the host's root, which 0 does not.
+            {"Name": "core", "Soft": 1, "Hard": 1},
+        ],
+    }
+    return found | ({"PidsLimit": spec.pids_limit} if pids_on_host else {})
+
+
+def tmpfs(spec: SandboxSpec) -> dict[str, str]:
+    """The memory file systems and their options."""
+    size = min(spec.tmp_mb, max(1, spec.memory_mb // 2))
+    return {
+        "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={size}m",
+        "/run": "rw,noexec,nosuid,nodev,mode=0755,size=1m",
+    }
+
+
+def sysctls(spec: SandboxSpec, layout: Layout) -> dict[str, str]:
+    """The settings of the sandbox's own network: low ports and echo requests are free. gVisor has its own."""
+    if layout.runtime:
+        return {}
+    return {"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": f"{spec.gid} {spec.gid}"}
+
+
+def docker_seccomp(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """An OCI profile as the engine reads it.
+
+    Engines before 23 have no default error, and answer EPERM where a program waits for ENOSYS to go another way; the
+    one call for which that matters today is named (libc's own ``clone3``).
+    """
+    missing = {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": profile["defaultErrnoRet"]}
+    return {**profile, "syscalls": [*profile["syscalls"], missing]}
+
+
+def layered_volume(
+    id: str, instance: str, lowers: Sequence[str], upper: str, work: str, options: str
+) -> dict[str, Any]:
+    """The body that creates a workspace's volume: an overlay, which the engine mounts with the container.
+
+    :class:`ValueError` for paths that mount options cannot hold; those here are made for it.
+    """
+    for path in (*lowers, upper, work):
+        if not re.fullmatch(r"/[A-Za-z0-9._/-]+", path):
+            raise ValueError(f"{path!r} cannot be a mount option")
+    text = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},{options},nosuid,nodev"
+    return {
+        "Name": PREFIX + id,
+        "Driver": "local",
+        "DriverOpts": {"type": "overlay", "device": "overlay", "o": text},
+        "Labels": labels(id, instance),
+    }
+
+
+def named_volume(name: str, id: str, instance: str) -> dict[str, Any]:
+    """The body that creates a plain volume of the engine's."""
+    return {"Name": name, "Driver": "local", "Labels": labels(id, instance)}
+
+
+def workspace_mount(kind: str, source: str) -> Mount:
+    """The mount of ``/workspace``."""
+    return Mount(kind, source, WORKSPACE)
+
+
+def _within(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory.rstrip("/") + "/")

@@ -1,0 +1,189 @@
+"""One server's containers and volumes on an engine, found by their labels and touched by their full ids.
+
+A name is never a reason to touch something: another program may have made what has it. What this server asked for and
+got no answer about has its labels, and so is found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Mapping
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from agent_sandbox.backends.docker import container
+from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.backends.linux.cgroups import Groups, Hierarchies
+from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError
+
+MARKER = b"sandboxd ready generation="
+_READY_SECONDS = 60.0
+_LOG_BYTES = 2000
+_GONE_SECONDS = 30.0
+_PAUSE_SECONDS = 0.1
+
+
+class Containers:
+    """The containers and volumes of the server ``instance``."""
+
+    def __init__(self, engine: Engine, instance: str) -> None:
+        self._engine = engine
+        self._instance = instance
+
+    async def find(self, id: str | None = None) -> list[dict[str, Any]]:
+        """The containers of one environment, or of all, as the engine lists them: stopped and half-made ones too."""
+        listed = await self._engine.get("/containers/json", all="true", filters=container.filters(self._instance, id))
+        return [one for one in listed if isinstance(one, dict) and isinstance(one.get("Id"), str)]
+
+    async def volumes(self, id: str | None = None) -> list[dict[str, Any]]:
+        """The volumes of one environment, or of all."""
+        listed = await self._engine.get("/volumes", filters=container.filters(self._instance, id))
+        return [one for one in (listed or {}).get("Volumes") or () if isinstance(one, dict)]
+
+    async def ids(self) -> set[str]:
+        """The environments that have something on the engine."""
+        found = [*await self.find(), *await self.volumes()]
+        return {str((one.get("Labels") or {}).get(f"{container.LABEL}.id", "")) for one in found} - {""}
+
+    async def create(self, id: str, body: Mapping[str, Any]) -> str:
+        """Create a container that is not started; return the full id that the engine acknowledges.
+
+        :class:`ConflictError` when something else has its name, :class:`NotFoundError` when its image has gone.
+        """
+        name = container.PREFIX + id
+        try:
+            made = await self._engine.post("/containers/create", dict(body), name=name)
+        except ConflictError as error:
+            raise ConflictError(
+                f"the Docker engine has another container {name}, which was left alone; remove it or use another "
+                "data directory"
+            ) from error
+        except NotFoundError as error:
+            if "image" in error.message.lower():
+                raise NotFoundError(f"the sandbox's image has gone from the Docker engine ({error.message})") from None
+            raise BackendError(f"the sandbox could not be created: {error.message}") from error
+        return str(made["Id"])
+
+    async def start(self, cid: str) -> None:
+        """Start a container, and return once its daemon says that it is ready.
+
+        :class:`BackendError`, with the end of its log, when it does not start.
+        """
+        try:
+            await self._engine.post(f"/containers/{cid}/start")
+        except NotFoundError as error:
+            raise BackendError(f"the sandbox could not be started: {error.message}") from error
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                ready = await self._says_ready(cid)
+        except TimeoutError:
+            ready = False
+        if not ready:
+            tail = await self.log_tail(cid)
+            words = f"; its log ends with: {tail}" if tail else ""
+            raise BackendError(f"the sandbox's daemon did not start{words}")
+
+    async def _says_ready(self, cid: str) -> bool:
+        since = _timestamp(str((await self.state(cid)).get("StartedAt", "")))
+        seen = b""
+        frames = self._engine.frames(
+            f"/containers/{cid}/logs", _READY_SECONDS, follow="true", stdout="true", stderr="false", since=since
+        )
+        async with aclosing(frames) as pieces:
+            async for piece in pieces:
+                seen = (seen + piece)[-_LOG_BYTES:]
+                if MARKER in seen:
+                    return True
+        return False
+
+    async def log_tail(self, cid: str) -> str:
+        """The end of the daemon's log, at most 2,000 bytes; empty when there is none."""
+        seen = b""
+        with contextlib.suppress(SandboxError):
+            frames = self._engine.frames(
+                f"/containers/{cid}/logs", _READY_SECONDS, stdout="true", stderr="true", tail="20"
+            )
+            async with aclosing(frames) as pieces:
+                async for piece in pieces:
+                    seen = (seen + piece)[-_LOG_BYTES:]
+        return seen.decode(errors="replace").strip()
+
+    async def inspect(self, cid: str) -> dict[str, Any]:
+        """What the engine knows of a container. :class:`NotFoundError` when it has none."""
+        return dict(await self._engine.get(f"/containers/{cid}/json"))
+
+    async def state(self, cid: str) -> dict[str, Any]:
+        """Its state. :class:`NotFoundError` when there is none."""
+        return dict((await self.inspect(cid)).get("State") or {})
+
+    async def kill(self, id: str) -> None:
+        """End every process of an environment; return when the engine says that none runs."""
+        for one in await self.find(id):
+            if one.get("State") in ("created", "exited", "dead"):
+                continue
+            with contextlib.suppress(NotFoundError):
+                with contextlib.suppress(ConflictError):  # it does not run
+                    await self._engine.post(f"/containers/{one['Id']}/kill", signal="SIGKILL")
+                await self.wait(one["Id"])
+
+    async def wait(self, cid: str) -> None:
+        """Return when a container does not run. :class:`BackendError` when it goes on."""
+        for _ in range(int(_GONE_SECONDS / _PAUSE_SECONDS)):
+            try:
+                state = await self.state(cid)
+            except NotFoundError:
+                return
+            if not state.get("Running"):
+                return
+            await asyncio.sleep(_PAUSE_SECONDS)
+        raise BackendError("the sandbox's container does not end; look at the engine's log")
+
+    async def remove(self, id: str, *, volumes: bool) -> None:
+        """Remove the containers of an environment, whatever their state, and its volumes where asked for."""
+        for one in await self.find(id):
+            with contextlib.suppress(NotFoundError):
+                await self._engine.delete(f"/containers/{one['Id']}", force="true", v="true")
+        if volumes:
+            for volume in await self.volumes(id):
+                with contextlib.suppress(NotFoundError):
+                    await self._engine.delete(f"/volumes/{volume['Name']}")
+
+
+def live_process(state: Mapping[str, Any]) -> Process | None:
+    """The first process of a running container of an engine on this host, by its state; None where it is not seen."""
+    pid = state.get("Pid")
+    if not state.get("Running") or not isinstance(pid, int) or pid <= 0:
+        return None
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return Process(pid, int(text[text.rindex(")") + 2 :].split()[19]))
+
+
+def groups_of(process: Process, cid: str, hierarchies: Hierarchies) -> Groups | None:
+    """The control groups of a container on this host, by its first process; None where they are not its own."""
+    try:
+        table = Path(f"/proc/{process.pid}/cgroup").read_text()
+    except OSError:
+        return None
+    for line in table.splitlines():
+        parts = line.split(":", 2)[2].split("/")
+        for number, part in enumerate(parts):
+            if cid in part:  # docker/<id>, or system.slice/docker-<id>.scope
+                return Groups(hierarchies, "/".join(parts[: number + 1]))
+    return None
+
+
+def _timestamp(text: str) -> str:
+    """An RFC 3339 time as the engine's ``since`` takes it: seconds and nanoseconds since the epoch."""
+    matched = re.fullmatch(r"([0-9-]+T[0-9:]+)(?:\.([0-9]{1,9}))?(Z|[+-][0-9:]+)", text)
+    if matched is None:
+        return "0"
+    seconds = int(datetime.fromisoformat(matched[1] + matched[3].replace("Z", "+00:00")).timestamp())
+    return f"{seconds}.{(matched[2] or '').ljust(9, '0')}"

@@ -1,0 +1,123 @@
+"""Images of the engine: found, pulled where they are missing, and named by their content.
+
+An image's id is the digest of its configuration, which names the digests of its layers: the same id is the same
+content, wherever a tag has gone. That id is what environments are made from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.images import ImageConfig
+from agent_sandbox.images.image_config import parse_config
+
+_log = logging.getLogger(__name__)
+
+_STALLED_SECONDS = 120.0
+"""How long a registry may send nothing before a pull counts as failed."""
+_PROGRESS_SECONDS = 2.0
+_SAME = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", "i386": "386"}
+"""The kernel's names of architectures (uname(2)) by those of images (Go's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image of the engine."""
+
+    id: str
+    config: ImageConfig = field(default_factory=ImageConfig)
+
+
+async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
+    """The image that ``name`` (a tag, a digest or an id) has now, pulled when the engine has none.
+
+    ``machine`` is the engine's architecture. :class:`NotFoundError` when there is none anywhere,
+    :class:`UnsupportedError` for one of another architecture.
+    """
+    if name == "host":
+        raise NotFoundError(
+            f"the {backend} backend has no image 'host': name one of the engine's, or set AGENT_SANDBOX_DEFAULT_IMAGE"
+        )
+    if not name or any(character.isspace() or not character.isprintable() for character in name):
+        raise InvalidRequestError(f"{name!r} is no name of an image")
+    try:
+        return await inspect(engine, name, machine, backend)
+    except NotFoundError:
+        if name.startswith("sha256:"):
+            raise
+    await pull(engine, name)
+    return await inspect(engine, name, machine, backend)
+
+
+async def inspect(engine: Engine, name: str, machine: str, backend: str) -> Image:
+    """The image as the engine has it. Errors as with :func:`find`."""
+    try:
+        found = await engine.get(f"/images/{quote(name, safe='/:@')}/json")
+    except NotFoundError:
+        raise NotFoundError(f"the Docker engine has no image {name!r}; pull or build it there") from None
+    if not isinstance(found, dict) or not isinstance(found.get("Id"), str):
+        raise BackendError(f"the Docker engine's answer about image {name!r} is malformed")
+    made_for = str(found.get("Architecture") or "")
+    if found.get("Os") not in ("linux", "", None) or (made_for and made_for != _SAME.get(machine, machine)):
+        raise UnsupportedError(
+            "image", backend, f"{name!r} is made for {found.get('Os')}/{made_for}, this engine runs linux/{machine}"
+        )
+    return Image(found["Id"], parse_config({"config": found.get("Config")}))
+
+
+async def pull(engine: Engine, name: str) -> None:
+    """Have the engine fetch an image; the log tells how far it is. :class:`NotFoundError` when no registry has it."""
+    reference = name if "@" in name or ":" in name.rpartition("/")[2] else f"{name}:latest"
+    _log.info("image %s: pulling", reference)
+    layers: dict[str, tuple[int, int]] = {}
+    told = time.monotonic()
+    try:
+        async with aclosing(engine.lines("/images/create", _STALLED_SECONDS, fromImage=reference)) as lines:
+            async for line in lines:
+                if "error" in line:
+                    raise _refused(name, str(line["error"]))
+                _count(layers, line)
+                if time.monotonic() - told > _PROGRESS_SECONDS:
+                    told = time.monotonic()
+                    _log.info("image %s: %s", reference, progress(layers))
+    except (NotFoundError, UnsupportedError):
+        raise
+    except SandboxError as error:
+        raise _refused(name, error.message) from error
+    _log.info("image %s: pulled, %s", reference, progress(layers))
+
+
+def progress(layers: Mapping[str, tuple[int, int]]) -> str:
+    """How far a pull is, in words, from the bytes that have come and that there are, by layer."""
+    done, total = (sum(column) for column in zip(*layers.values(), strict=True)) if layers else (0, 0)
+    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB in {len(layers)} layers"
+
+
+def _count(layers: dict[str, tuple[int, int]], line: Mapping[str, Any]) -> None:
+    id, status, detail = line.get("id"), line.get("status"), line.get("progressDetail")
+    if not isinstance(id, str) or len(layers) > 1000:
+        return
+    if status == "Downloading" and isinstance(detail, dict) and detail.get("total"):
+        layers[id] = (int(detail.get("current") or 0), int(detail["total"]))
+    elif status in ("Download complete", "Pull complete") and id in layers:
+        layers[id] = (layers[id][1], layers[id][1])
+
+
+def _refused(name: str, words: str) -> SandboxError:
+    lowered = words.lower()
+    if any(sign in lowered for sign in ("not found", "manifest unknown", "does not exist", "no such image")):
+        return NotFoundError(f"there is no image {name!r}, neither on the Docker engine nor where its name points to")
+    if "no matching manifest" in lowered:
+        return NotFoundError(f"there is no image {name!r} for this engine's architecture")
+    return NotFoundError(
+        f"the Docker engine has no image {name!r} and could not pull it ({words[:300].strip()}); load it there with "
+        "docker pull, docker load or docker build"
+    )
