@@ -59,11 +59,13 @@ class PreparedWorkspace:
 class HeldWorkspace:
     """A workspace while nothing in it changes, as a directory on this host. Its content is the guest's: hostile.
 
-    ``mapped`` says that a process may have changed a file through a shared map: its times say nothing then.
+    ``mapped`` says that a process may have changed a file through a shared map: its times say nothing then. ``upper``
+    is the upper directory, where ``path`` is an overlay over the layers that the environment was created from.
     """
 
     path: str
     mapped: bool
+    upper: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

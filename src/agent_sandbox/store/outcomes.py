@@ -42,6 +42,8 @@ class Report:
     left_out: tuple[LeftOut, ...] = ()
     left_out_count: int = 0
     """How many paths were left out; ``left_out`` names the first 10,000."""
+    whole: bool = True
+    """Whether all of the state was looked at; else the counts are those of what lay in the upper directory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,12 +158,18 @@ def extents(objects: Objects, file: Entry) -> Iterator[Extent]:
         yield extent
 
 
-def _page(objects: Objects, id: bytes, level: int | None, size: int) -> Iterator[Extent]:
+def open_page(objects: Objects, id: bytes, level: int | None, size: int) -> tuple[int, list[Extent] | list[Child]]:
+    """Return level and items of one page of a file, which has ``size`` bytes; ``level`` is None for its root."""
     found, items = decode_page(objects.read(id, Kind.PAGE))
     if level is not None and found != level:
         raise StoreDamagedError("a damaged list of chunks: a page of a wrong level")
     if sum(item.weight if isinstance(item, Child) else item.length for item in items) != size:
         raise StoreDamagedError("a damaged list of chunks: its lengths do not add up to the size")
+    return found, items
+
+
+def _page(objects: Objects, id: bytes, level: int | None, size: int) -> Iterator[Extent]:
+    found, items = open_page(objects, id, level, size)
     for item in items:
         if isinstance(item, Child):
             yield from _page(objects, item.id, found - 1, item.weight)

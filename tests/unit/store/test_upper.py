@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from agent_sandbox.store.native import NativeEngine
 from agent_sandbox.store.objects import Entry
 from agent_sandbox.store.ports import Captured, Options, OverlayRefusedError
 from agent_sandbox.store.reference import ReferenceEngine
+from agent_sandbox.store.stats import data_bytes, data_bytes_after
 from tests.unit.store.engines import capture, checkout, opened, state
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.test_overlay import Watched, mounted
@@ -111,6 +112,19 @@ def test_an_upper_directory_tells_the_merged_state(tree: list[Edit], first: list
             with over.merged() as merged:
                 change(merged, changes)
             event("told" if over.agrees() else "refused")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=trees(), changes=edits())
+def test_the_bytes_of_the_merged_state_are_counted_from_those_below(tree: list[Edit], changes: list[Edit]) -> None:
+    with overlay(lambda at: build(at, tree)) as over:
+        with over.merged() as merged:
+            change(merged, changes)
+            report = capture(ENGINE, merged, over.store).report
+        with suppress(OverlayRefusedError):
+            root = over.upper().root
+            counted = data_bytes_after(over.store, over.base, data_bytes(over.store, over.base), root)
+            assert counted == report.bytes == data_bytes(over.store, root)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -310,9 +324,13 @@ def test_a_commit_reads_the_upper_directory() -> None:
             step(merged)
             made = store.commit("p", merged, upper=upper)
             assert isinstance(made, Created)
-            assert made.report.files == 1
+            assert (made.report.files, made.report.whole) == (1, False)
             # What the layers show is no longer the head: the merged view is the measure.
-            assert store.commit("p", merged, fresh=True).commit == made.commit  # type: ignore[union-attr]
+            again = store.commit("p", merged, fresh=True)
+            assert isinstance(again, UpToDate)
+            assert (again.commit, again.report.whole) == (made.commit, True)
+            counted = store.data_bytes("p", (upper.below.hex(), store.data_bytes(upper.below.hex())))
+            assert again.report.bytes == counted == store.data_bytes("p")
         assert store.check().clean
 
 
@@ -324,5 +342,6 @@ def test_a_commit_reads_the_merged_view_otherwise(why: str) -> None:
         made = store.commit("p", merged, upper=Upper(upper.directory, below))
         assert isinstance(made, Created)
         assert made.report.files > 700
+        assert made.report.whole
         assert isinstance(store.commit("p", merged), UpToDate)
         assert store.check().clean
