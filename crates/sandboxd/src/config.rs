@@ -9,7 +9,7 @@ use std::path::PathBuf;
 const MAX_CONFIG: usize = 4_096;
 
 /// Where the daemon listens and where its configuration is.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
     Descriptor(RawFd),
     Path(PathBuf),
@@ -18,16 +18,26 @@ pub enum Place {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Command {
     Version,
+    Probe { json: bool },
     Serve { listen: Place, config: Place },
 }
 
 pub const USAGE: &str = "usage: sandboxd (--listen-fd N | --listen PATH) (--config-fd M | --config PATH)
+       sandboxd probe [--json]
        sandboxd --version";
 
 /// Read the command line.
 pub fn arguments(args: impl Iterator<Item = std::ffi::OsString>) -> Result<Command, String> {
     let (mut listen, mut config) = (None, None);
     let mut args = args.peekable();
+    if args.next_if(|name| name == "probe").is_some() {
+        let json = args.next_if(|name| name == "--json").is_some();
+        return if args.next().is_none() {
+            Ok(Command::Probe { json })
+        } else {
+            Err("probe takes --json and nothing else".to_string())
+        };
+    }
     while let Some(name) = args.next() {
         let name = name.to_str().ok_or("an option that is not text")?.to_string();
         if name == "--version" {
@@ -64,6 +74,8 @@ pub struct Config {
     pub memory_events: Option<Vec<u8>>,
     /// What an operation may keep in memory about a tree: a quarter of the sandbox's own memory where that is known.
     pub table_bytes: usize,
+    /// How many processes and threads there may be, where the host leaves counting them to the sandbox's own kernel.
+    pub pids_limit: Option<u64>,
 }
 
 /// [`Config::table_bytes`] at most.
@@ -107,6 +119,10 @@ impl Config {
             None => None,
             Some(_) => Some(map.bin("memory_events").filter(|path| path.first() == Some(&b'/'))?.to_vec()),
         };
+        let pids_limit = match map.get("pids_limit") {
+            None => None,
+            Some(_) => Some(map.uint("pids_limit")?),
+        };
         let tables = map.uint("memory_bytes").map_or(MAX_TABLES, |memory| MAX_TABLES.min(memory / 4));
         Some(Config {
             key: map.bin("key")?.try_into().ok()?,
@@ -115,6 +131,7 @@ impl Config {
             workspace,
             memory_events,
             table_bytes: tables as usize,
+            pids_limit,
         })
     }
 }
@@ -135,6 +152,9 @@ mod tests {
         let paths = Command::Serve { listen: Place::Path("/a".into()), config: Place::Path("/b".into()) };
         assert_eq!(parse(&["--config", "/b", "--listen", "/a"]), Ok(paths));
         assert_eq!(parse(&["--version"]), Ok(Command::Version));
+        assert_eq!(parse(&["probe", "--json"]), Ok(Command::Probe { json: true }));
+        assert_eq!(parse(&["probe"]), Ok(Command::Probe { json: false }));
+        assert!(parse(&["probe", "--json", "x"]).is_err());
         for wrong in [
             &[][..],
             &["--listen-fd", "3"],
@@ -157,11 +177,15 @@ mod tests {
         assert_eq!(config.table_bytes, 256 << 20);
         let small =
             MapWriter::new(4).bin("key", &key).uint("uid", 1).uint("gid", 1).uint("memory_bytes", 64 << 20);
-        assert_eq!(Config::parse(&small.done()).unwrap().table_bytes, 16 << 20);
+        let small = Config::parse(&small.done()).unwrap();
+        assert_eq!((small.table_bytes, small.pids_limit), (16 << 20, None));
+        let limited = MapWriter::new(4).bin("key", &key).uint("uid", 1).uint("gid", 1).uint("pids_limit", 64);
+        assert_eq!(Config::parse(&limited.done()).unwrap().pids_limit, Some(64));
         for bad in [
             MapWriter::new(2).uint("uid", 1).uint("gid", 1).done(),
             MapWriter::new(3).bin("key", &key[1..]).uint("uid", 1).uint("gid", 1).done(),
             MapWriter::new(3).bin("key", &key).uint("uid", u64::from(u32::MAX)).uint("gid", 1).done(),
+            MapWriter::new(4).bin("key", &key).uint("uid", 1).uint("gid", 1).str("pids_limit", "64").done(),
             b"".to_vec(),
         ] {
             assert!(Config::parse(&bad).is_none());

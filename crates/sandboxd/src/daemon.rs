@@ -51,6 +51,12 @@ pub struct Daemon {
     pub watches: Cell<usize>,
     /// The daemon is to end.
     pub shutdown: Notify,
+    /// The host's sockets are to be closed until the daemon is told to listen again.
+    pub parting: Notify,
+    /// The daemon made its socket itself, so it can make it again.
+    pub can_part: bool,
+    /// What proves a client: that of the configuration, until a restored daemon is given another.
+    pub key: Cell<[u8; 32]>,
     supervisors: RefCell<HashSet<i32>>,
     hunting: Cell<bool>,
     strangers: RefCell<VecDeque<Weak<Conn>>>,
@@ -64,6 +70,7 @@ impl Daemon {
         open_files: libc::rlimit,
         null: OwnedFd,
         address: SocketAddrAny,
+        can_part: bool,
     ) -> io::Result<Rc<Daemon>> {
         let (uid, gid) = (config.uid, config.gid);
         Ok(Rc::new(Daemon {
@@ -71,6 +78,7 @@ impl Daemon {
             archives: Workers::start("archives", ARCHIVE_THREADS, || Ok(()))?,
             replacing: Arc::default(),
             kills: Kills::new(config.memory_events.clone()),
+            key: Cell::new(config.key),
             config,
             open_files,
             null,
@@ -80,6 +88,8 @@ impl Daemon {
             address,
             watches: Cell::new(0),
             shutdown: Notify::new(),
+            parting: Notify::new(),
+            can_part,
             supervisors: RefCell::default(),
             hunting: Cell::new(false),
             strangers: RefCell::default(),
@@ -103,7 +113,7 @@ impl Daemon {
         if fill_random(&mut nonce).is_err() {
             return;
         }
-        let conn = Conn::new(self.config.key, nonce);
+        let conn = Conn::new(self.key.get(), nonce);
         let mut strangers = self.strangers.borrow_mut();
         strangers.retain(|other| other.strong_count() > 0);
         if strangers.len() >= MAX_STRANGERS
@@ -129,10 +139,13 @@ impl Daemon {
         true
     }
 
-    /// Tell every client that the daemon is about to end.
-    pub fn say_goodbye(&self) {
+    /// Close every connection, and tell those that proved the key why.
+    pub fn say_goodbye(&self, code: &'static str, message: &'static str) {
         for conn in self.admitted.borrow().iter().filter_map(Weak::upgrade) {
-            conn.leave("shutdown", "the daemon was told to end");
+            conn.leave(code, message);
+        }
+        for conn in self.strangers.borrow().iter().filter_map(Weak::upgrade) {
+            conn.leave(code, message);
         }
     }
 

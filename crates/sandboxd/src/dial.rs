@@ -8,6 +8,7 @@ use crate::conn::{Fate, Gone, Input, Stream};
 use crate::daemon::{Daemon, SCRATCH};
 use crate::errors::{Code, Failure};
 use crate::fsops::{self, Answer};
+use crate::lookup;
 use crate::pack::MapWriter;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -133,7 +134,7 @@ async fn by_path(daemon: &Daemon, path: Vec<u8>) -> Result<Socket, Failure> {
 
 /// Connect by an open descriptor, since a socket's address takes 107 bytes of a path and no flags.
 fn connect_path(path: &[u8]) -> Result<OwnedFd, Failure> {
-    let place = fsops::open(path, OFlags::PATH)?;
+    let place = lookup::open(path, OFlags::PATH)?;
     if !fsops::kind_of(&rustix::fs::fstat(&place)?).is_socket() {
         return Err(Failure::invalid("not a socket"));
     }

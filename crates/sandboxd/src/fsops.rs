@@ -8,19 +8,20 @@ use crate::conn::{Gone, Input, Stream};
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::listing::Listing;
+use crate::lookup::open;
 use crate::pack::MapWriter;
 use crate::resolve;
 use crate::uploads::{Number, Replacing, is_unfinished};
 use crate::wire::{HEADER, Kind, MAX_PAYLOAD, header};
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RawDir, RenameFlags, ResolveFlags, Stat, fstat, fstatfs, openat,
-    openat2, renameat, renameat_with, statat,
+    AtFlags, FileType, Mode, OFlags, RawDir, RenameFlags, Stat, fstat, fstatfs, openat, renameat,
+    renameat_with, statat,
 };
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// How much of a file one job moves.
 const PIECE: usize = 256 << 10;
@@ -76,21 +77,6 @@ fn base_name(path: &[u8]) -> &[u8] {
 
 pub fn entry_map(path: &[u8], stat: &Stat) -> Vec<u8> {
     MapWriter::new(1).raw("entry", &entry(base_name(path), path, stat)).done()
-}
-
-/// Open, following links but not the magic ones of `/proc`, which would lead through the daemon's own
-/// descriptors. Where the system cannot tell them apart (before 5.6, gVisor) they are followed; what is behind
-/// them is still opened as the sandbox user.
-pub fn open(path: &[u8], flags: OFlags) -> rustix::io::Result<OwnedFd> {
-    static TELLS_MAGIC: OnceLock<bool> = OnceLock::new();
-    let without_magic =
-        |path: &[u8], flags| openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS);
-    let flags = flags | OFlags::CLOEXEC;
-    if *TELLS_MAGIC.get_or_init(|| without_magic(b"/", OFlags::PATH | OFlags::CLOEXEC).is_ok()) {
-        without_magic(path, flags)
-    } else {
-        openat(CWD, path, flags, Mode::empty())
-    }
 }
 
 pub async fn stat(daemon: &Daemon, path: Vec<u8>, follow: bool) -> Result<Vec<u8>, Failure> {

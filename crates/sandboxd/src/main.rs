@@ -16,9 +16,11 @@ mod exec;
 mod fsops;
 mod launch;
 mod listing;
+mod lookup;
 mod memory;
 mod ops;
 mod pack;
+mod probe;
 mod resolve;
 mod seccomp;
 mod supervisor;
@@ -47,8 +49,10 @@ use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixListener as StdListener;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::{LocalSet, spawn_local};
+
+const PIDS_MAX: &str = "/sys/fs/cgroup/pids/pids.max";
 
 fn main() -> ExitCode {
     match config::arguments(std::env::args_os().skip(1)) {
@@ -56,6 +60,7 @@ fn main() -> ExitCode {
             println!("sandboxd {}", env!("CARGO_PKG_VERSION"));
             ExitCode::SUCCESS
         }
+        Ok(Command::Probe { json }) => probe::run(json),
         Ok(Command::Serve { listen, config }) => match serve(listen, config) {
             Ok(()) => ExitCode::SUCCESS,
             Err(message) => {
@@ -78,7 +83,11 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     }
     harden()?;
     let open_files = raise_open_files();
+    let private = config.clone();
     let config = Config::load(config)?;
+    if let Some(limit) = config.pids_limit {
+        limit_processes(limit)?;
+    }
     // With a workspace elsewhere this is a test on somebody's machine, whose devices stay as they are.
     if config.workspace == b"/workspace" {
         keep_fuse_private()?;
@@ -92,13 +101,13 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     let (listener, socket) = listener(listen)?;
     let address = rustix::net::getsockname(&listener).map_err(|errno| format!("cannot listen: {errno}"))?;
     let result = LocalSet::new().block_on(&runtime, async {
-        let daemon = Daemon::new(config, open_files, null, address)
+        let daemon = Daemon::new(config, open_files, null, address, socket.is_some())
             .map_err(|error| format!("cannot start: {error}"))?;
-        let listener = tokio::net::UnixListener::from_std(listener)
-            .map_err(|error| format!("cannot listen: {error}"))?;
         let broken = |error| format!("cannot watch signals: {error}");
         let mut children = signal(SignalKind::child()).map_err(broken)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(broken)?;
+        // From now on the signal does nothing by itself.
+        let _ = signal(SignalKind::user_defined1()).map_err(broken)?;
         let reaper = daemon.clone();
         spawn_local(async move {
             loop {
@@ -107,12 +116,27 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
             }
         });
         say_ready()?;
-        tokio::select! {
-            () = daemon.accept(listener) => {}
-            _ = terminate.recv() => {}
-            () = daemon.shutdown.notified() => {}
+        let mut listener = listener;
+        loop {
+            let accepting = tokio::net::UnixListener::from_std(listener)
+                .map_err(|error| format!("cannot listen: {error}"))?;
+            tokio::select! {
+                () = daemon.accept(accepting) => break,
+                _ = terminate.recv() => break,
+                () = daemon.shutdown.notified() => break,
+                () = daemon.parting.notified() => {}
+            }
+            let Some(path) = &socket else { break };
+            // Only signals that come after this are meant.
+            let return_ = signal(SignalKind::user_defined1()).map_err(broken)?;
+            let _ = std::fs::remove_file(path);
+            daemon.say_goodbye("checkpoint", "the daemon closes its sockets for a checkpoint");
+            tokio::select! {
+                again = listen_again(return_, path, &private, &daemon) => listener = again,
+                _ = terminate.recv() => break,
+            }
         }
-        daemon.say_goodbye();
+        daemon.say_goodbye("shutdown", "the daemon was told to end");
         // One turn for the last words; whoever does not read them is not waited for.
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         Ok(())
@@ -175,6 +199,26 @@ fn listener(place: Place) -> Result<(StdListener, Option<PathBuf>), String> {
     Ok((listener, path))
 }
 
+/// Wait for the signal that says where we are now: still here, or in a sandbox restored from a checkpoint, whose own
+/// key is in its configuration. What fails is tried again at the next signal: to end would end the sandbox.
+async fn listen_again(mut told: Signal, path: &Path, private: &Place, daemon: &Daemon) -> StdListener {
+    loop {
+        told.recv().await;
+        let again = Config::load(private.clone()).and_then(|config| {
+            let listener = bind(path)?;
+            listener.set_nonblocking(true).map_err(|error| format!("cannot listen: {error}"))?;
+            Ok((config.key, listener))
+        });
+        match again {
+            Ok((key, listener)) => {
+                daemon.key.set(key);
+                return listener;
+            }
+            Err(message) => eprintln!("sandboxd: {message}"),
+        }
+    }
+}
+
 fn bind(path: &Path) -> Result<StdListener, String> {
     // A socket that an earlier daemon left; anything else stays and makes the call below fail.
     if let Ok(stat) = rustix::fs::lstat(path)
@@ -187,6 +231,12 @@ fn bind(path: &Path) -> Result<StdListener, String> {
         StdListener::bind(path).map_err(|error| format!("cannot bind {}: {error}", path.display()));
     rustix::process::umask(before);
     listener
+}
+
+/// Have the sandbox's own kernel limit its processes, the daemon's threads among them. gVisor's controller is that of
+/// control groups version 1, mounted for the daemon alone.
+fn limit_processes(limit: u64) -> Result<(), String> {
+    std::fs::write(PIDS_MAX, limit.to_string()).map_err(|error| format!("cannot limit processes: {error}"))
 }
 
 fn say_ready() -> Result<(), String> {

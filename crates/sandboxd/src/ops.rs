@@ -35,6 +35,7 @@ pub enum Op {
     Info,
     Stats,
     Sync,
+    PrepareCheckpoint,
     Shutdown,
 }
 
@@ -84,6 +85,7 @@ pub fn parse(op: &str, args: &[u8], daemon: &Daemon) -> Result<Op, Failure> {
         "tar.import" => Op::Import { max_bytes: args.uint("max_bytes")?, path: args.optional_path("path")? },
         "net.dial" => Op::Dial(place(&args)?),
         "sys.sync" => Op::Sync,
+        "sys.prepare-checkpoint" => Op::PrepareCheckpoint,
         "sys.shutdown" => Op::Shutdown,
         "sys.info" => Op::Info,
         "sys.stats" => Op::Stats,
@@ -142,6 +144,7 @@ impl Op {
             Op::Import { max_bytes, path } => archive::import(&daemon, &stream, max_bytes, path).await,
             Op::Dial(place) => dial::dial(&daemon, &stream, place).await,
             Op::Sync => sys::sync(&daemon).await,
+            Op::PrepareCheckpoint => sys::prepare_checkpoint(&daemon, &stream),
             Op::Shutdown => sys::shutdown(&daemon, &stream),
             Op::Info => Ok(Some(sys::info(&daemon))),
             Op::Stats => sys::stats(&daemon).map(Some),

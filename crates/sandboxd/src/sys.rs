@@ -2,7 +2,7 @@
 
 use crate::conn::Stream;
 use crate::daemon::Daemon;
-use crate::errors::Failure;
+use crate::errors::{Code, Failure};
 use crate::fsops::Answer;
 use crate::pack::MapWriter;
 use rustix::fs::{CWD, Mode, OFlags, RawDir, openat};
@@ -43,6 +43,19 @@ pub async fn sync(daemon: &Daemon) -> Answer {
 pub fn shutdown(daemon: &Daemon, stream: &Stream) -> Answer {
     stream.end(&MapWriter::new(0).done());
     daemon.shutdown.notify_one();
+    Ok(None)
+}
+
+/// Answer, and have the daemon close its sockets, which lead to the host and so belong to no checkpoint.
+pub fn prepare_checkpoint(daemon: &Daemon, stream: &Stream) -> Answer {
+    if !daemon.can_part {
+        return Err(Failure::new(
+            Code::Unsupported,
+            "the daemon was given its socket and cannot make another",
+        ));
+    }
+    stream.end(&MapWriter::new(0).done());
+    daemon.parting.notify_one();
     Ok(None)
 }
 

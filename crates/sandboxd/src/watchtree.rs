@@ -18,6 +18,7 @@
 
 use crate::errors::{Code, Failure};
 use crate::fsops;
+use crate::lookup;
 use crate::pack::MapWriter;
 use crate::uploads::{Replacing, is_unfinished};
 use rustix::fs::inotify::{ReadFlags, WatchFlags};
@@ -105,7 +106,7 @@ impl Tree {
         while path.len() > 1 && path.ends_with(b"/") {
             path.pop();
         }
-        let root = fsops::open(&path, OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let root = lookup::open(&path, OFlags::RDONLY | OFlags::DIRECTORY)?;
         let stat = fstat(&root)?;
         let root_watch = add(&inotify, &root)?;
         let mut tree = Tree {
@@ -195,7 +196,7 @@ impl Tree {
 
     /// Open a directory by the names that lead to it, none of which may be a link.
     fn open(&self, parent: i32, name: &[u8]) -> Option<OwnedFd> {
-        let mut at = fsops::open(&self.path, OFlags::PATH | OFlags::DIRECTORY).ok()?;
+        let mut at = lookup::open(&self.path, OFlags::PATH | OFlags::DIRECTORY).ok()?;
         let stat = fstat(&at).ok()?;
         if (stat.st_dev, stat.st_ino) != self.root {
             return None;

@@ -152,6 +152,8 @@ FRAMES = [
     ("open stats", "OPEN", 49, pack({"op": "sys.stats", "args": {}})),
     ("stats", "END", 49, pack({"processes": 3, "execs": 2, "memory_bytes": 6291456, "ring_bytes": 1048576})),
     ("open sync", "OPEN", 51, pack({"op": "sys.sync", "args": {}})),
+    ("open prepare-checkpoint", "OPEN", 57, pack({"op": "sys.prepare-checkpoint", "args": {}})),
+    ("go away for a checkpoint", "GOAWAY", 0, pack({"code": "checkpoint", "message": "the daemon closes its sockets"})),
     ("open shutdown", "OPEN", 53, pack({"op": "sys.shutdown", "args": {}})),
     ("open status", "OPEN", 55, pack({"op": "exec.status", "args": {"id": "build-1"}})),
     ("status", "END", 55, pack({"exec": STATUS})),

@@ -185,3 +185,15 @@ class Guest(Commands):
     async def sync(self) -> None:
         """Return once the workspace's filesystem is on its storage."""
         await self.call("sys.sync", {}, dict[str, Any], seconds=limits.LONG_SECONDS)
+
+    async def prepare_checkpoint(self) -> None:
+        """Return once the daemon has closed its sockets, this connection among them, and listens no more.
+
+        It listens again when the host sends it SIGUSR1. :class:`BackendError` when it cannot.
+        """
+        await self.call("sys.prepare-checkpoint", {}, dict[str, Any])
+        try:
+            async with asyncio.timeout(limits.HELLO_SECONDS):
+                await self.wait_closed()
+        except TimeoutError:
+            raise BackendError("the sandbox's daemon did not close its connection for a checkpoint") from None

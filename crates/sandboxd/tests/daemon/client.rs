@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Every daemon of these tests has a user of its own from here on, so that none disturbs another's.
 const FIRST_UID: u32 = 34_567;
 pub const WINDOW: u32 = 262_144;
-const KEY: [u8; 32] = [42; 32];
+pub const KEY: [u8; 32] = [42; 32];
 /// A control group's `memory.events` before anything was killed.
 const KERNELS_COUNT: &str = "low 0\nhigh 0\nmax 3\noom 0\noom_kill 0\noom_group_kill 0\n";
 
@@ -199,7 +199,7 @@ impl Host {
         let (place, socket, uid) = Host::prepare();
         let listener = UnixListener::bind(&socket).unwrap();
         let (reader, mut writer) = std::io::pipe().unwrap();
-        writer.write_all(&Host::config(&place, uid)).unwrap();
+        writer.write_all(&Host::config(&place, uid, &KEY)).unwrap();
         drop(writer);
         let (listen, config) = (listener.as_raw_fd(), reader.as_raw_fd());
         let mut command = Command::new(env!("CARGO_BIN_EXE_sandboxd"));
@@ -221,7 +221,7 @@ impl Host {
         let (place, socket, uid) = Host::prepare();
         drop(UnixListener::bind(&socket).unwrap());
         let config = place.join("config");
-        fs::write(&config, Host::config(&place, uid)).unwrap();
+        fs::write(&config, Host::config(&place, uid, &KEY)).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_sandboxd"));
         command.arg("--listen").arg(&socket).arg("--config").arg(&config);
         Host::wait(command, place, socket, uid)
@@ -241,15 +241,20 @@ impl Host {
         (place, socket, uid)
     }
 
-    fn config(place: &std::path::Path, uid: u32) -> Vec<u8> {
+    fn config(place: &std::path::Path, uid: u32, key: &[u8]) -> Vec<u8> {
         let workspace = place.join("w").into_os_string().into_encoded_bytes();
         Args::new()
-            .bin("key", KEY)
+            .bin("key", key)
             .uint("uid", uid.into())
             .uint("gid", uid.into())
             .bin("workspace", workspace)
             .bin("memory_events", place.join("memory.events").into_os_string().into_encoded_bytes())
             .bytes()
+    }
+
+    /// Give a daemon that was started by path another key, for when it reads its configuration again.
+    pub fn configure(&self, key: &[u8]) {
+        fs::write(self.place.join("config"), Host::config(&self.place, self.uid, key)).unwrap();
     }
 
     fn wait(mut command: Command, place: PathBuf, socket: PathBuf, uid: u32) -> Host {
@@ -372,6 +377,11 @@ impl Client {
     }
 
     pub fn hello(&mut self, key: &[u8]) {
+        self.hello_to(&KEY, key);
+    }
+
+    /// Prove `key` to a daemon that has to prove `its`.
+    pub fn hello_to(&mut self, its: &[u8], key: &[u8]) {
         let nonce = [7; 32];
         self.send(1, 0, &Args::new().uint("generation", 1).bin("nonce", nonce).bytes());
         let (kind, _, payload) = self.receive().unwrap();
@@ -386,7 +396,7 @@ impl Client {
             mac.update(&[role, &1u32.to_be_bytes(), &nonce, theirs].concat());
             mac.finalize().into_bytes().to_vec()
         };
-        assert_eq!(*proof, prove(&KEY, b"daemon"));
+        assert_eq!(*proof, prove(its, b"daemon"));
         self.send(1, 0, &Args::new().bin("proof", prove(key, b"client")).bytes());
     }
 

@@ -32,6 +32,66 @@ fn it_binds_a_path_and_goes_when_told() {
     assert!(!host.socket.exists());
 }
 
+fn usr1(host: &Host) {
+    let pid = rustix::process::Pid::from_raw(host.child.id() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::USR1).unwrap();
+}
+
+/// What `spec/wire.md` says of `sys.prepare-checkpoint`, twice over, and with another key the second time.
+#[test]
+fn it_closes_its_sockets_for_a_checkpoint_and_binds_again_when_told() {
+    let host = Host::start_by_path();
+    let mut client = host.connect();
+    let start = crate::client::named("a", "sleep 7762").bool("detach", true);
+    assert_eq!(client.call("exec.start", &start).end.error(), "");
+    usr1(&host);
+    let mut key = crate::client::KEY;
+    for round in 0..2u8 {
+        let mut other = host.knock();
+        other.hello_to(&key, &key);
+        let id = client.open("sys.prepare-checkpoint", &Args::new());
+        assert_eq!(client.finish(id).end, Item::Map(std::collections::HashMap::new()));
+        assert_eq!(client.last_word(), "checkpoint");
+        assert_eq!(other.last_word(), "checkpoint");
+        assert!(!host.socket.exists());
+        let sockets = || {
+            let open = std::fs::read_dir(format!("/proc/{}/fd", host.child.id())).unwrap();
+            let links = open.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok());
+            let numbers: Vec<_> = links
+                .filter_map(|link| {
+                    Some(link.to_str()?.strip_prefix("socket:[")?.trim_end_matches(']').to_string())
+                })
+                .collect();
+            let table = std::fs::read_to_string("/proc/net/unix").unwrap();
+            table
+                .lines()
+                .filter(|line| line.contains("/") && numbers.iter().any(|n| line.contains(n)))
+                .count()
+        };
+        assert_eq!(sockets(), 0, "nothing of the daemon's has a name");
+        key = [round + 100; 32];
+        host.configure(&key);
+        usr1(&host);
+        crate::client::until("it listens again", || host.socket.exists());
+        assert_eq!(std::fs::metadata(&host.socket).unwrap().permissions().mode() & 0o777, 0o600);
+        client = host.knock();
+        client.hello_to(&key, &key);
+        let status = client.call("exec.status", &Args::new().str("id", "a")).end;
+        assert_eq!(status.get("exec").and_then(|exec| exec.get("running")), Some(&Item::Bool(true)));
+        let mut old = host.knock();
+        old.hello_to(&key, &[0; 32]);
+        assert_eq!(old.last_word(), "unauthorized");
+    }
+}
+
+#[test]
+fn a_socket_that_was_handed_in_cannot_be_made_again() {
+    let host = Host::start();
+    let mut client = host.connect();
+    assert_eq!(client.call("sys.prepare-checkpoint", &Args::new()).end.error(), "unsupported");
+    assert_eq!(client.call("sys.info", &Args::new()).end.error(), "");
+}
+
 #[test]
 fn a_wrong_key_is_refused() {
     let host = Host::start();
