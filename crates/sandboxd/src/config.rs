@@ -24,21 +24,12 @@ pub enum Command {
 
 pub const USAGE: &str = "usage: sandboxd (--listen-fd N | --listen PATH) (--config-fd M | --config PATH)
        sandboxd probe [--json]
-       sandboxd probe [--json]
        sandboxd --version";
 
 /// Read the command line.
 pub fn arguments(args: impl Iterator<Item = std::ffi::OsString>) -> Result<Command, String> {
     let (mut listen, mut config) = (None, None);
     let mut args = args.peekable();
-    if args.next_if(|name| name == "probe").is_some() {
-        let json = args.next_if(|name| name == "--json").is_some();
-        return if args.next().is_none() {
-            Ok(Command::Probe { json })
-        } else {
-            Err("probe takes --json and nothing else".to_string())
-        };
-    }
     if args.next_if(|name| name == "probe").is_some() {
         let json = args.next_if(|name| name == "--json").is_some();
         return if args.next().is_none() {
@@ -161,9 +152,6 @@ mod tests {
         let paths = Command::Serve { listen: Place::Path("/a".into()), config: Place::Path("/b".into()) };
         assert_eq!(parse(&["--config", "/b", "--listen", "/a"]), Ok(paths));
         assert_eq!(parse(&["--version"]), Ok(Command::Version));
-        assert_eq!(parse(&["probe", "--json"]), Ok(Command::Probe { json: true }));
-        assert_eq!(parse(&["probe"]), Ok(Command::Probe { json: false }));
-        assert!(parse(&["probe", "--json", "x"]).is_err());
         assert_eq!(parse(&["probe", "--json"]), Ok(Command::Probe { json: true }));
         assert_eq!(parse(&["probe"]), Ok(Command::Probe { json: false }));
         assert!(parse(&["probe", "--json", "x"]).is_err());

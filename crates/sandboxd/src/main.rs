@@ -21,7 +21,6 @@ mod memory;
 mod ops;
 mod pack;
 mod probe;
-mod probe;
 mod resolve;
 mod seccomp;
 mod supervisor;
@@ -61,7 +60,6 @@ fn main() -> ExitCode {
             println!("sandboxd {}", env!("CARGO_PKG_VERSION"));
             ExitCode::SUCCESS
         }
-        Ok(Command::Probe { json }) => probe::run(json),
         Ok(Command::Probe { json }) => probe::run(json),
         Ok(Command::Serve { listen, config }) => match serve(listen, config) {
             Ok(()) => ExitCode::SUCCESS,
