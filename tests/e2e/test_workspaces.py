@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import pathlib
 import shutil
-import sqlite3
 import time
 from collections.abc import Iterator
 
 import pytest
-import zstandard
 
 from agent_sandbox.client import Sandbox
 from agent_sandbox.errors import PayloadTooLargeError
-from agent_sandbox.store import Store
 from tests.e2e.serving import Served, serving
+from tests.unit.old_snapshots import turn_into_a_file
 
 pytestmark = pytest.mark.real
 
@@ -151,25 +146,6 @@ def test_snapshots_of_an_earlier_version_come_into_the_store(tmp_path: pathlib.P
         server.start()
         with client.fork(snapshot) as fork:
             assert fork.exec("cat d/g").stdout == "old\n"
-
-
-def turn_into_a_file(data: pathlib.Path, id: str) -> None:
-    """Make of a snapshot what version 1 made: a compressed tar, and a record that names its digest."""
-    out = io.BytesIO()
-    with Store.open(data / "store") as store:
-        commit = next(pin.commit for pin in store.pins() if pin.name == id)
-        store.export_tar(commit.hex(), out)
-        store.unpin(id)
-    stored = zstandard.compress(out.getvalue())
-    (data / "snapshots" / f"{id}.tar.zst").write_bytes(stored)
-    with sqlite3.connect(data / "state.db") as connection:
-        (text,) = connection.execute("SELECT record FROM snapshots WHERE id = ?", (id,)).fetchone()
-        record = json.loads(text)
-        del record["commit"]
-        digest = hashlib.blake2b(stored, digest_size=32).hexdigest()
-        record |= {"version": 1, "digest": digest, "stored_bytes": len(stored)}
-        connection.execute("UPDATE snapshots SET record = ? WHERE id = ?", (json.dumps(record), id))
-    connection.close()
 
 
 def test_the_limit_of_a_snapshot_counts_what_files_hold(tmp_path: pathlib.Path) -> None:

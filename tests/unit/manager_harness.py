@@ -18,7 +18,7 @@ from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager import Manager
-from agent_sandbox.manager.snapshots import _Writer
+from agent_sandbox.store import Store
 from agent_sandbox.types import EnvironmentInfo, ExecEvent, ExportReport, FileEntry, ResolvedImage, SandboxSpec
 
 
@@ -176,16 +176,14 @@ for _name in (
     setattr(Wire, _name, _passing(_name))
 
 
-async def _close_only(writer: _Writer, under_way: asyncio.Task[None] | None) -> None:
-    """What the kernel does to a dead server's half-written file, in place of what the server would have done."""
-    if under_way is not None:
-        await asyncio.gather(under_way, return_exceptions=True)
-    if writer._file is not None:
-        writer._file.close()
-
-
 async def _do_nothing(id: str) -> None:
-    """A dead server removes no file."""
+    """A dead server removes nothing."""
+
+
+def kept_states(settings: Settings) -> set[str]:
+    """The snapshots whose states the store keeps."""
+    with Store.open(settings.data_dir / "store") as store:
+        return {pin.name for pin in store.pins()}
 
 
 class Server:
@@ -211,8 +209,9 @@ class Server:
         self.wire.cut = True
         for event in self.wire.paused.values():
             event.set()
-        fleet.snapshots._abandon = _close_only  # type: ignore[method-assign]
-        fleet.snapshots.delete = _do_nothing  # type: ignore[method-assign]
+        fleet.files.delete = _do_nothing  # type: ignore[method-assign]
+        fleet.workspaces.drop = _do_nothing  # type: ignore[method-assign]
+        fleet.workspaces._stopping.set()
         await fleet.state.close()
         fleet._lock.release()
         assert fleet._sweeper is not None
@@ -220,7 +219,7 @@ class Server:
         fleet.tasks.cancel()
         await asyncio.wait([fleet._sweeper])
         await fleet.tasks.settle()
-        await fleet.snapshots.close()
+        await fleet.workspaces.close()
 
     async def restart(self) -> Manager:
         await self.crash()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import io
 import os
 import tarfile
@@ -19,6 +18,7 @@ from agent_sandbox.client import history_requests
 from agent_sandbox.errors import BackendError, InvalidRequestError, ValidationError
 from agent_sandbox.manager import history, workspaces
 from agent_sandbox.manager.history import Differences, compare
+from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import EMPTY, PROJECT, Workspaces
 from agent_sandbox.store import Created, Store
 from agent_sandbox.types import HeldWorkspace
@@ -139,7 +139,7 @@ async def kept(tmp_path: Path) -> AsyncIterator[Workspaces]:
 
 async def test_a_state_aside_leaves_no_name(kept: Workspaces, tree: Path) -> None:
     (tree / "f").write_text("1")
-    held = HeldWorkspace(str(tree), False)
+    held = from_directory(HeldWorkspace(str(tree), False))
     async with kept.aside("sb1", EMPTY, held, 1 << 20) as now:
         found = await kept.ask(lambda store: compare(store, EMPTY, now.taken.commit, limit=9, text=False))
         assert paths(found) == ["/workspace/f"]
@@ -156,7 +156,7 @@ async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
     async def in_use() -> set[str]:
         return set()
 
-    held = HeldWorkspace(str(tree), False)
+    held = from_directory(HeldWorkspace(str(tree), False))
     (tree / "f").write_text("1")
     commit = (await kept.take("sb1", "snap1", None, held, 1 << 20)).commit
     async with kept.aside("sb1", commit, held, 1 << 20):
@@ -169,7 +169,7 @@ async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
 async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> None:
     ended = threading.Event()
     busy = [asyncio.ensure_future(kept.study(lambda _: ended.wait(30))) for _ in range(9)]
-    await kept.take("sb1", "snap1", None, HeldWorkspace(str(tree), False), 1 << 20)
+    await kept.take("sb1", "snap1", None, from_directory(HeldWorkspace(str(tree), False)), 1 << 20)
     assert not ended.is_set()
     assert not any(one.done() for one in busy)
     ended.set()
@@ -178,7 +178,7 @@ async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> 
 
 async def take_a_large_state(kept: Workspaces, tree: Path) -> str:
     (tree / "big").write_bytes(os.urandom(8 << 20))
-    return (await kept.take("sb1", "snap1", None, HeldWorkspace(str(tree), False), 1 << 30)).commit
+    return (await kept.take("sb1", "snap1", None, from_directory(HeldWorkspace(str(tree), False)), 1 << 30)).commit
 
 
 async def test_an_archive_waits_for_a_reader_at_its_very_end(kept: Workspaces, tree: Path) -> None:
@@ -220,18 +220,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield it
 
 
-def test_a_snapshot_that_is_a_file_has_no_history_and_says_why(server: Running) -> None:
+def test_a_backend_without_layers_has_a_history_all_the_same(server: Running) -> None:
     sandbox = f"/v1/sandboxes/{server.create()}"
     server.call("PUT", sandbox + "/files?path=d/kept", b"12345")
-    snap = f"/v1/snapshots/{server.call('POST', sandbox + '/snapshots').json['id']}"
-    name = snap.rpartition("/")[2]
-    for path in (f"{snap}/diff/{name}", f"{snap}/log", f"{sandbox}/changes"):
-        reply = server.call("GET", path)
-        assert (reply.status, reply.error["code"]) == (501, "unsupported")
-        assert reply.error["details"]["backend"] == "fake"
-    reply = server.call("POST", f"{sandbox}/merge", {"snapshot_id": name})
-    assert (reply.status, reply.error["code"]) == (501, "unsupported")
-    assert "no history" in server.call("GET", f"{snap}/log").error["message"]
+    name = server.call("POST", sandbox + "/snapshots").json["id"]
+    snap = f"/v1/snapshots/{name}"
+    server.call("PUT", sandbox + "/files?path=d/kept", b"other\n")
+    changes = server.call("GET", f"{sandbox}/changes").json["changes"]
+    assert [(change["path"], change["kind"]) for change in changes] == [("/workspace/d/kept", "modified")]
+    later = server.call("POST", sandbox + "/snapshots").json["id"]
+    found = server.call("GET", f"{snap}/diff/{later}?text=true").json["changes"]
+    assert [change["text"] for change in found] == [
+        "--- a/d/kept\n+++ b/d/kept\n@@ -1 +1 @@\n-12345\n\\ No newline at end of file\n+other\n"
+    ]
+    assert [entry["snapshots"] for entry in server.call("GET", f"/v1/snapshots/{later}/log").json["states"]][:2] == [
+        [later],
+        [name],
+    ]
     for path in (f"{snap}/diff/none", f"/v1/snapshots/none/diff/{name}", "/v1/snapshots/none/archive"):
         assert server.call("GET", path).status == 404
     reply = server.call("GET", f"{snap}/archive")
@@ -241,19 +246,21 @@ def test_a_snapshot_that_is_a_file_has_no_history_and_says_why(server: Running) 
         assert "d/kept" in {member.name.removeprefix("./") for member in tar.getmembers()}
 
 
-def test_a_damaged_file_is_never_a_whole_archive(server: Running) -> None:
+def test_a_fork_is_merged_back_without_layers(server: Running) -> None:
     sandbox = f"/v1/sandboxes/{server.create()}"
-    server.call("PUT", sandbox + "/files?path=f", os.urandom(100_000))
+    server.call("PUT", sandbox + "/files?path=both", b"1")
     name = server.call("POST", sandbox + "/snapshots").json["id"]
-    file = server.settings.data_dir / "snapshots" / f"{name}.tar.zst"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    try:
-        status = server.call("GET", f"/v1/snapshots/{name}/archive").status
-    except http.client.IncompleteRead:
-        return
-    assert status == 502, "found before the first piece went out"
+    fork = f"/v1/sandboxes/{server.call('POST', f'/v1/snapshots/{name}/fork').json['id']}"
+    server.call("PUT", fork + "/files?path=theirs", b"2")
+    server.call("PUT", sandbox + "/files?path=ours", b"3")
+    theirs = server.call("POST", fork + "/snapshots").json["id"]
+    reply = server.call("POST", f"{sandbox}/merge", {"snapshot_id": theirs})
+    assert (reply.status, reply.json["outcome"]) == (200, "merged")
+    assert [server.call("GET", f"{sandbox}/files?path={path}").body for path in ("both", "theirs", "ours")] == [
+        b"1",
+        b"2",
+        b"3",
+    ]
 
 
 def test_calls_name_snapshots_safely_and_send_what_is_given() -> None:

@@ -32,7 +32,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.manager import CreateOptions, ForkOptions, SandboxRecord, SnapshotRecord
 from agent_sandbox.manager.entries import HOLD_SECONDS
-from tests.unit.manager_harness import Server, make_settings
+from tests.unit.manager_harness import Server, kept_states, make_settings
 
 MEMORY = Path("/dev/shm")
 QUOTA = 4
@@ -352,8 +352,7 @@ class Lifecycle(RuleBasedStateMachine):
             assert record.expires_at > now
             self.sandboxes[id] = Sandbox({actual}, {record.expires_at})
         stored = {record.id: record for record in await manager.list_snapshots()}
-        files = {path.name for path in (server.settings.data_dir / "snapshots").iterdir()}
-        assert files == {f"{id}.tar.zst" for id in stored}
+        assert kept_states(server.settings) == set(stored)
         for id in list(self.snapshots):
             if id not in stored:
                 assert id in self.deleted, id

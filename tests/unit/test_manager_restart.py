@@ -8,15 +8,16 @@ import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager, SandboxRecord
-from agent_sandbox.manager.snapshots import _Writer
 from agent_sandbox.manager.state import MIGRATIONS
-from tests.unit.manager_harness import Server, make_settings, serving
+from agent_sandbox.store import Store
+from tests.unit.manager_harness import Server, kept_states, make_settings, serving
 
 
 @pytest.fixture
@@ -231,18 +232,17 @@ async def test_an_unreadable_record_never_costs_a_workspace(
         await manager.create(CreateOptions())
 
 
-async def test_an_unreadable_snapshot_keeps_its_file(server: Server) -> None:
+async def test_an_unreadable_snapshot_keeps_its_state(server: Server) -> None:
     sandbox = await server.manager.create(CreateOptions())
     snapshot = await server.manager.snapshot(sandbox.id)
     await server.crash()
     edit(server, "UPDATE snapshots SET record = '{}' WHERE id = ?", snapshot.id)
     manager = await server.start()
-    path = server.settings.data_dir / "snapshots" / f"{snapshot.id}.tar.zst"
-    assert path.exists()
+    assert kept_states(server.settings) == {snapshot.id}
     with pytest.raises(BackendError, match="cannot be read"):
         await manager.rollback(sandbox.id, snapshot.id)
     await manager.delete_snapshot(snapshot.id)
-    assert not path.exists()
+    assert kept_states(server.settings) == set()
 
 
 # -- snapshots ------------------------------------------------------------------------------------------------
@@ -252,54 +252,43 @@ class Crashed(BaseException):
     """The server ends here."""
 
 
-@pytest.mark.parametrize("step", ["opened", "written", "synced", "renamed", "row", "told"])
+@pytest.mark.parametrize("step", ["read", "committed", "pinned", "told"])
 async def test_a_crash_at_any_step_of_a_snapshot(server: Server, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     sandbox = await server.manager.create(CreateOptions())
     await server.manager.write_file(sandbox.id, "x", b"x" * 3_000_000, 0o644)
     earlier = await server.manager.snapshot(sandbox.id, "earlier")
-    state, directory = server.manager._fleet.state, server.settings.data_dir / "snapshots"
-    open_, write, finish, rename, put = _Writer.open, _Writer.write, _Writer.finish, Path.rename, state.put_snapshot
+    state = server.manager._fleet.state
+    put, take = state.put_snapshot, Store.import_tar
 
-    def opened(writer: _Writer) -> None:
-        open_(writer)
+    def read(store: Store, ref: str, file: Any, **options: Any) -> None:
+        file.read(1000)
         raise Crashed
 
-    def written(writer: _Writer, block: bytes) -> None:
-        write(writer, block)
+    def committed(store: Store, *args: Any, **options: Any) -> None:
+        take(store, *args, **options)
         raise Crashed
 
-    def synced(path: Path, target: Path) -> Path:
-        raise Crashed
-
-    def renamed(writer: _Writer, path: Path) -> int:
-        finish(writer, path)
-        raise Crashed
-
-    async def row(record: object) -> None:
+    async def pinned(record: object) -> None:
         raise Crashed
 
     async def told(record: object) -> None:
         await put(record)  # type: ignore[arg-type]
         raise Crashed
 
+    await server.manager.write_file(sandbox.id, "y", b"new", 0o644)
     with monkeypatch.context() as patched:
-        # A dead server removes nothing; the kernel closes its files.
-        patched.setattr(_Writer, "abort", lambda writer: writer._file and writer._file.close())
-        target = {"opened": "open", "written": "write", "renamed": "finish"}.get(step)
-        if target is not None:
-            patched.setattr(_Writer, target, locals()[step])
-        elif step == "synced":
-            patched.setattr(Path, "rename", synced)
+        if step in {"read", "committed"}:
+            patched.setattr(Store, "import_tar", locals()[step])
         else:
             patched.setattr(state, "put_snapshot", locals()[step])
         with pytest.raises(Crashed):
             await server.manager.snapshot(sandbox.id, "interrupted")
-    names = {path.name for path in directory.iterdir()} - {f"{earlier.id}.tar.zst"}
-    assert len(names) == 1  # something is lying there, as after a real crash
-    assert names.pop().endswith(".tmp") == (step in {"opened", "written", "synced"})
+    kept = kept_states(server.settings)
+    assert len(kept) == (2 if step in {"pinned", "told"} else 1)  # as after a real crash
+    assert earlier.id in kept
     manager = await server.restart()
     found = await manager.list_snapshots()
-    assert {path.name for path in directory.iterdir()} == {f"{record.id}.tar.zst" for record in found}
+    assert kept_states(server.settings) == {record.id for record in found}
     assert [record.name for record in found] == ["earlier", "interrupted"][: 2 if step == "told" else 1]
     for record in found:
         fork = await manager.fork(record.id, ForkOptions())
@@ -313,12 +302,12 @@ async def test_a_crash_while_a_snapshot_is_deleted(server: Server, monkeypatch: 
     async def crash(id: str) -> None:
         raise Crashed
 
-    monkeypatch.setattr(server.manager._fleet.snapshots, "delete", crash)
+    monkeypatch.setattr(server.manager._fleet.workspaces, "drop", crash)
     with pytest.raises(Crashed):
         await server.manager.delete_snapshot(snapshot.id)
     manager = await server.restart()
     assert await manager.list_snapshots() == []
-    assert list((server.settings.data_dir / "snapshots").iterdir()) == []
+    assert kept_states(server.settings) == set()
 
 
 # -- starting ----------------------------------------------------------------------------------------------------
@@ -346,6 +335,7 @@ async def test_a_state_of_a_newer_server_is_refused_and_nothing_touched(server: 
     snapshot = await server.manager.snapshot(sandbox.id)
     await server.crash()
     edit(server, "PRAGMA user_version = 99")
+    (server.settings.data_dir / "snapshots").mkdir()
     (server.settings.data_dir / "snapshots" / "snapother.tar.zst").write_bytes(b"of the newer server")
     for _ in range(2):  # twice: the lock was given back
         with pytest.raises(ConflictError, match="newer"):

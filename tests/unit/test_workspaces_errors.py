@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.errors import BackendError, LimitExceededError, StoreFullError
+from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import Taken, Workspaces
 from agent_sandbox.store import Report, Store
 from agent_sandbox.store.outcomes import Left, LeftOut
@@ -50,7 +51,9 @@ async def test_a_workspace_is_kept_though_the_state_that_it_began_with_is_lost(t
     workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
     await workspaces.start([], ["sandbox"])
     try:
-        taken = await workspaces.take("sandbox", "snapshot", "ab" * 32, HeldWorkspace(str(workspace), False), 1 << 20)
+        taken = await workspaces.take(
+            "sandbox", "snapshot", "ab" * 32, from_directory(HeldWorkspace(str(workspace), False)), 1 << 20
+        )
         assert taken.report.files == 1
         assert await workspaces.head("sandbox") == taken.commit
     finally:

@@ -34,8 +34,8 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager.entries import HOLD_SECONDS, Entry, stopped
-from agent_sandbox.manager.records import SandboxRecord
-from agent_sandbox.manager.snapshots import SnapshotStore
+from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.snapshots import SnapshotFiles
 from agent_sandbox.manager.state import DataLock, StateStore, StoredSandbox, prepare_data_dir
 from agent_sandbox.manager.tasks import Tasks, uninterrupted
 from agent_sandbox.manager.workspaces import Workspaces
@@ -64,7 +64,7 @@ class Fleet:
         self.default = next(iter(self.backends))
         self.clock = clock
         self.state = StateStore(settings.data_dir / "state.db")
-        self.snapshots = SnapshotStore(settings.data_dir / "snapshots")
+        self.files = SnapshotFiles(settings.data_dir / "snapshots")
         self.workspaces = Workspaces(settings.data_dir, settings.checkout_cache_mb << 20, self._layers_in_use)
         self.tasks = Tasks()
         self.entries: dict[str, Entry] = {}
@@ -75,6 +75,7 @@ class Fleet:
         self._orphans: dict[str, str] = {}
         self._removing: set[str] = set()
         self._upkeep = asyncio.Semaphore(_AT_ONCE)
+        self._taking_over = asyncio.Lock()
         self._sweeper: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -89,7 +90,7 @@ class Fleet:
         try:
             await self.state.open()
             in_store = {item.id for item in await self.state.list_snapshots(None) if item.commit is not None}
-            await self.snapshots.start(await self.state.snapshot_ids() - in_store)
+            await self.files.start(await self.state.snapshot_ids() - in_store)
             for row in await self.state.load_sandboxes():
                 if row.record is None:
                     self.unreadable[row.id] = row
@@ -106,8 +107,7 @@ class Fleet:
                         raise
                     self._down[name] = error.message
                     log.warning("backend %s is down: %s", name, error)
-            if self.workspaces.exists:  # snapshots of a backend that offers no layers any more are there, too
-                await self._start_workspaces()
+            await self.workspaces.start(await self.state.snapshot_ids(), {*self.entries, *self.unreadable})
         except BaseException:
             self.tasks.cancel()
             await self.tasks.settle(_CLOSE_SECONDS)
@@ -387,29 +387,44 @@ class Fleet:
                 continue
             log.warning("environment %s has no record; destroying it", env_id)
             self._orphans[env_id] = name
-        if backend.capabilities.layered_workspace:
-            await self._start_workspaces()
         self._start_removals()
 
-    async def _start_workspaces(self) -> None:
-        ids = {*self.entries, *self.unreadable}
-        await self.workspaces.start(await self.state.snapshot_ids(), ids)
-
     async def _take_over_files(self) -> None:
-        """Bring snapshots that an earlier version kept as files into the store, one by one; they work all the while."""
+        """Bring snapshots that an earlier version kept as files into the store, one by one."""
         for snapshot in await self.state.list_snapshots(None):
-            backend = self.backends.get(snapshot.backend)
-            if snapshot.commit is not None or backend is None or not backend.capabilities.layered_workspace:
-                continue
             try:
-                commit = await self.workspaces.adopt(snapshot.id, self.snapshots.path(snapshot.id), snapshot.digest)
-                taken = dataclasses.replace(snapshot, commit=commit, digest="")
-                if await self.state.replace_snapshot(taken):
-                    await self.snapshots.delete(snapshot.id)
-                else:
-                    await self.workspaces.drop(snapshot.id)
+                await self.in_store(snapshot.id)
+            except NotFoundError:
+                continue  # deleted meanwhile
             except SandboxError as error:
                 log.warning("snapshot %s stays a file: %s", snapshot.id, error)
+
+    async def in_store(self, snapshot_id: str) -> SnapshotRecord:
+        """Give a snapshot with its state in the store, where one that is a file is brought now.
+
+        :class:`NotFoundError`; :class:`BackendError` when the file is damaged or missing: it stays as it is.
+        """
+        snapshot = await self.state.get_snapshot(snapshot_id)
+        if snapshot.commit is not None:
+            return snapshot
+        async with self._taking_over:
+            snapshot = await self.state.get_snapshot(snapshot_id)
+            if snapshot.commit is None:
+                snapshot = await uninterrupted(self._take_over(snapshot))
+        return snapshot
+
+    async def _take_over(self, snapshot: SnapshotRecord) -> SnapshotRecord:
+        try:
+            commit = await self.workspaces.adopt(snapshot.id, self.files.path(snapshot.id), snapshot.digest)
+        except SandboxError:
+            await self.state.get_snapshot(snapshot.id)  # says so when it was deleted a moment ago
+            raise
+        taken = dataclasses.replace(snapshot, commit=commit, digest="")
+        if not await self.state.replace_snapshot(taken):
+            await self.workspaces.drop(snapshot.id)
+            raise NotFoundError(f"snapshot {snapshot.id} was deleted meanwhile")
+        await self.files.delete(snapshot.id)
+        return taken
 
     async def _layers_in_use(self) -> set[str]:
         found: set[str] = set()
@@ -488,7 +503,6 @@ class Fleet:
                 await self.backends[name].close()
             except SandboxError as error:
                 log.warning("closing backend %s: %s", name, error)
-        await self.snapshots.close()
         await self.workspaces.close()
         await self.state.close()
         await asyncio.to_thread(self._lock.release)

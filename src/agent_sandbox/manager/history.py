@@ -1,7 +1,7 @@
 """What happened to workspaces: differences between states, where a state comes from, states as archives.
 
-States are commits of the store, which only backends with layered workspaces keep; a snapshot that is a file has no
-history, which is :class:`UnsupportedError` before anything is done (its archive is the file).
+States are commits of the store, whatever the backend. A snapshot that an earlier version kept as a file is taken over
+when it is asked for (``fleet.py``), and its history begins there.
 
 Bounds
 ------
@@ -18,11 +18,11 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agent_sandbox.errors import ConflictError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, ConflictError, SandboxError
 from agent_sandbox.manager.core import Core
 from agent_sandbox.manager.entries import Entry, stopped
+from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.records import SnapshotRecord
-from agent_sandbox.manager.snapshots import MissingFileError
 from agent_sandbox.manager.workspaces import EMPTY
 from agent_sandbox.store import Change, ChangeKind, Store, Type
 from agent_sandbox.store import Entry as StoredEntry
@@ -91,49 +91,33 @@ class History(Core):
     """The calls that look back. Those on snapshots hold nothing up; :meth:`changes` is as a snapshot to its sandbox."""
 
     async def diff(self, old: str, new: str, *, limit: int, text: bool) -> Differences:
-        """Compare two snapshots, of any sandboxes. :class:`UnsupportedError` where one has no history."""
+        """Compare two snapshots, of any sandboxes."""
         with self._active():
-            records = [await self._fleet.state.get_snapshot(id) for id in (old, new)]
-            before, after = [require_commit(record, "the comparison of snapshots") for record in records]
+            before, after = [require_commit(await self._fleet.in_store(id)) for id in (old, new)]
             return await self._compare(before, after, limit, text)
 
     async def changes(self, id: str, *, limit: int, text: bool) -> Differences:
         """Compare a workspace with the sandbox's last snapshot, rollback or beginning, whichever was last.
 
-        Processes stand still while the workspace is read. Errors as of a snapshot; :class:`ConflictError` where the
-        state that it began with is no longer there.
+        The workspace is read as for a snapshot. Errors as of one; :class:`ConflictError` where the state that it began
+        with is no longer there.
         """
         with self._active():
             entry = self._fleet.find(id)
-            backend = self._fleet.backend(entry.record.backend)
-            if not backend.capabilities.layered_workspace:
-                raise UnsupportedError("the comparison of workspaces", backend.name, "it keeps no layers of them")
             return await self._fleet.tasks.own(self._changes(entry, limit, text), f"changes {id}")
 
     async def archive(self, snapshot_id: str) -> AsyncGenerator[bytes, None]:
         """Yield a snapshot as a tar, names relative to the workspace; its end says that it was whole."""
         with self._active():
-            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
-            if snapshot.commit is not None:
-                async with aclosing(self._fleet.workspaces.archive(snapshot.commit)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                return
-            try:
-                async with self._fleet.snapshots.open(snapshot.id, snapshot.stored_bytes, snapshot.digest) as archive:
-                    async with aclosing(archive.blocks()) as blocks:
-                        async for block in blocks:
-                            yield block
-                    await archive.verify()
-            except MissingFileError:
-                await self._fleet.state.get_snapshot(snapshot_id)  # says so when it was deleted a moment ago
-                raise
+            commit = require_commit(await self._fleet.in_store(snapshot_id))
+            async with aclosing(self._fleet.workspaces.archive(commit)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def log(self, snapshot_id: str, *, limit: int) -> list[PastState]:
         """Give the state of a snapshot and those that led to it, newest first."""
         with self._active():
-            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
-            commit = require_commit(snapshot, "the log of snapshots")
+            commit = require_commit(await self._fleet.in_store(snapshot_id))
             named: dict[str, list[str]] = {}
             for record in await self._fleet.state.list_snapshots(None):
                 if record.commit is not None:
@@ -157,9 +141,10 @@ class History(Core):
                 if not record.running:
                     raise stopped(record.id)
                 base = await self._fleet.workspaces.head(record.id) or await self._beginning(entry)
-                async with backend.hold_workspace(record.env_id) as held:
+                limit = self._settings.max_snapshot_bytes
+                async with keeping(backend, self._fleet.workspaces).held(record.env_id, limit) as workspace:
                     now = await kept.enter_async_context(
-                        self._fleet.workspaces.aside(record.id, base, held, self._settings.max_snapshot_bytes)
+                        self._fleet.workspaces.aside(record.id, base, workspace, limit)
                     )
             return await self._compare(base, now.taken.commit, limit, text)
 
@@ -169,13 +154,13 @@ class History(Core):
             return EMPTY
         commit = None
         try:
-            commit = (await self._fleet.state.get_snapshot(source)).commit
+            commit = (await self._fleet.in_store(source)).commit
         except SandboxError:
             pass  # the answer is the same
         if commit is None:
             raise ConflictError(
-                f"snapshot {source}, which the workspace began with, was deleted or has no history; take a snapshot:"
-                " changes are told from then on"
+                f"snapshot {source}, which the workspace began with, is no longer there; take a snapshot: changes"
+                " are told from then on"
             )
         return commit
 
@@ -249,10 +234,8 @@ def _size(entry: StoredEntry | None) -> int | None:
     return entry.size if entry is not None and entry.type is Type.FILE else None
 
 
-def require_commit(snapshot: SnapshotRecord, capability: str) -> str:
-    """Give a snapshot's state; :class:`UnsupportedError` for one that is a file."""
+def require_commit(snapshot: SnapshotRecord) -> str:
+    """Give the state of a snapshot that :meth:`~agent_sandbox.manager.fleet.Fleet.in_store` gave."""
     if snapshot.commit is None:
-        raise UnsupportedError(
-            capability, snapshot.backend, f"snapshot {snapshot.id} is kept as an archive, which has no history"
-        )
+        raise BackendError(f"snapshot {snapshot.id} was not taken over into the store")
     return snapshot.commit

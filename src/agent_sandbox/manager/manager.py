@@ -23,19 +23,20 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
 from agent_sandbox.manager.clock import SteadyClock
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.files import Files
+from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.idempotency import Idempotency
+from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
 from agent_sandbox.manager.records import (
@@ -45,7 +46,6 @@ from agent_sandbox.manager.records import (
     SnapshotRecord,
     UnreadableRecordError,
 )
-from agent_sandbox.manager.snapshots import MissingFileError
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.types import SandboxSpec
 
@@ -109,7 +109,7 @@ class Manager(Commands, Files, Merging):
         was pinned, its content counts, not what its name leads to now.
         """
         with self._active():
-            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
+            snapshot = await self._fleet.in_store(snapshot_id)
             capabilities = self._fleet.backend(snapshot.backend).capabilities
             spec = policy.fork_spec(snapshot.spec, options, self._settings, snapshot.backend, capabilities)
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
@@ -233,49 +233,29 @@ class Manager(Commands, Files, Merging):
                 raise stopped(record.id)
             id, limit = new_id("snap"), self._settings.max_snapshot_bytes
             created_at = self._clock()
-            if backend.capabilities.layered_workspace:
-                return await self._take_layered(entry, backend, id, name, created_at)
-            stored = await self._fleet.snapshots.save(
-                id, lambda sink: backend.export_workspace(record.env_id, sink, limit), limit
-            )
+            source = await self._source_commit(record)
+            try:
+                async with keeping(backend, self._fleet.workspaces).held(record.env_id, limit) as workspace:
+                    taken = await self._fleet.workspaces.take(record.id, id, source, workspace, limit)
+            except BaseException:
+                with contextlib.suppress(SandboxError):  # it may have been kept just when the call was cancelled
+                    await uninterrupted(self._fleet.workspaces.drop(id))
+                raise
             snapshot = SnapshotRecord(
                 id=id,
                 sandbox_id=record.id,
                 name=name,
                 backend=record.backend,
                 spec=record.spec,
-                size_bytes=stored.report.file_bytes,
-                stored_bytes=stored.stored_bytes,
+                size_bytes=taken.report.bytes,
+                stored_bytes=taken.report.stored,
                 created_at=created_at,
-                skipped=stored.report.skipped,
-                skipped_total=stored.report.skipped_total,
-                digest=stored.digest,
+                skipped=taken.skipped(),
+                skipped_total=taken.skipped_total,
+                commit=taken.commit,
             )
             await uninterrupted(self._keep(snapshot))
             return snapshot
-
-    async def _take_layered(
-        self, entry: Entry, backend: Backend, id: str, name: str | None, created_at: float
-    ) -> SnapshotRecord:
-        record, limit = entry.record, self._settings.max_snapshot_bytes
-        source = await self._source_commit(record)
-        async with backend.hold_workspace(record.env_id) as held:
-            taken = await self._fleet.workspaces.take(record.id, id, source, held, limit)
-        snapshot = SnapshotRecord(
-            id=id,
-            sandbox_id=record.id,
-            name=name,
-            backend=record.backend,
-            spec=record.spec,
-            size_bytes=taken.report.bytes,
-            stored_bytes=taken.report.stored,
-            created_at=created_at,
-            skipped=taken.skipped(),
-            skipped_total=taken.report.left_out_count,
-            commit=taken.commit,
-        )
-        await uninterrupted(self._keep(snapshot))
-        return snapshot
 
     async def _source_commit(self, record: SandboxRecord) -> str | None:
         if record.source_snapshot_id is None:
@@ -289,19 +269,17 @@ class Manager(Commands, Files, Merging):
         try:
             await self._fleet.state.put_snapshot(snapshot)
         except SandboxError:
-            await self._remove_content(snapshot.id, snapshot.commit)
+            await self._remove_content(snapshot.id)
             raise
 
     async def _unkeep(self, snapshot: SnapshotRecord) -> None:
         with contextlib.suppress(NotFoundError):
             await self._fleet.state.delete_snapshot(snapshot.id)
-        await self._remove_content(snapshot.id, snapshot.commit)
+        await self._remove_content(snapshot.id)
 
-    async def _remove_content(self, id: str, commit: str | None) -> None:
-        if commit is None:
-            await self._fleet.snapshots.delete(id)
-        else:
-            await self._fleet.workspaces.drop(id)
+    async def _remove_content(self, id: str) -> None:
+        await self._fleet.files.delete(id)
+        await self._fleet.workspaces.drop(id)
 
     async def list_snapshots(self, sandbox_id: str | None = None) -> list[SnapshotRecord]:
         """Give the snapshots by ``created_at``: all, or those of one sandbox, which need not live any more."""
@@ -319,11 +297,10 @@ class Manager(Commands, Files, Merging):
             await uninterrupted(self._drop(id))
 
     async def _drop(self, id: str) -> None:
-        commit = None
         with contextlib.suppress(UnreadableRecordError):
-            commit = (await self._fleet.state.get_snapshot(id)).commit
+            await self._fleet.state.get_snapshot(id)
         await self._fleet.state.delete_snapshot(id)
-        await self._remove_content(id, commit)
+        await self._remove_content(id)
 
     async def rollback(self, id: str, snapshot_id: str) -> SandboxRecord:
         """Put a snapshot's workspace in place of a sandbox's; every process in it ends. Id, spec, expiry and env stay.
@@ -332,7 +309,7 @@ class Manager(Commands, Files, Merging):
         """
         with self._active():
             entry = self._fleet.find(id)
-            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
+            snapshot = await self._fleet.in_store(snapshot_id)
             return await self._fleet.tasks.own(self._roll_back(entry, snapshot), f"rollback {id}")
 
     async def _roll_back(self, entry: Entry, snapshot: SnapshotRecord) -> SandboxRecord:
@@ -356,10 +333,7 @@ class Manager(Commands, Files, Merging):
             await uninterrupted(
                 entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
             )
-            if snapshot.commit is not None:
-                await self._fleet.workspaces.moved(entry.record.id, snapshot.commit)
-            else:
-                await self._fleet.workspaces.gone(entry.record.id)  # what was before is no history of this
+            await self._fleet.workspaces.moved(entry.record.id, snapshot.commit or "")
         finally:
             is_swapped = entry.record.env_id == new
             if entry.state == "rolling_back":
@@ -458,34 +432,10 @@ class Manager(Commands, Files, Merging):
             raise
 
     async def _make(self, backend: Backend, env_id: str, spec: SandboxSpec, snapshot: SnapshotRecord | None) -> None:
-        if snapshot is not None and snapshot.commit is not None and backend.capabilities.layered_workspace:
-            async with self._fleet.workspaces.prepared(snapshot.commit, spec.uid, spec.gid) as workspace:
-                await backend.create_from(env_id, spec, workspace)
-        else:
+        if snapshot is None:
             await backend.create(env_id, spec)
-            if snapshot is not None:
-                await self._fill(backend, env_id, snapshot)
+        else:
+            commit, limit = require_commit(snapshot), max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
+            await keeping(backend, self._fleet.workspaces).begin(env_id, spec, commit, limit)
         if not await backend.is_running(env_id):
             raise BackendError("the new sandbox ended right after its start")
-
-    async def _fill(self, backend: Backend, env_id: str, snapshot: SnapshotRecord) -> None:
-        limit = max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
-        if snapshot.commit is not None:
-            async with aclosing(self._fleet.workspaces.archive(snapshot.commit)) as pieces:
-                await backend.import_workspace(env_id, pieces, limit)
-            return
-        try:
-            async with self._fleet.snapshots.open(snapshot.id, snapshot.stored_bytes, snapshot.digest) as archive:
-                try:
-                    async with aclosing(archive.blocks()) as blocks:
-                        await backend.import_workspace(env_id, blocks, limit)
-                except SandboxError as error:
-                    await archive.verify()  # a damaged file explains the failure better than the importer can
-                    if isinstance(error, InvalidRequestError):
-                        # A guest wrote the archive, not who asks for it now.
-                        raise BackendError(f"snapshot {snapshot.id} cannot be restored: {error.message}") from error
-                    raise
-                await archive.verify()
-        except MissingFileError:
-            await self._fleet.state.get_snapshot(snapshot.id)  # says so when it was deleted a moment ago
-            raise

@@ -3,7 +3,8 @@
 The order: hold the workspace still, keep it aside, merge in the store, name both states as snapshots, build the new
 environment, let the old one go on, put the new one in its place. Until that last step nothing of the sandbox is
 touched, so conflicts and failures change nothing; what they had kept goes again. The processes of the old environment
-stand still until the new one is ready, so that next to nothing which they write is missed, and end with the swap.
+stand still until the new one is ready, so that next to nothing which they write is missed, and end with the swap; where
+a backend cannot hold them, what they write after their workspace was read ends with them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, PayloadTooLargeError, UnsupportedError
+from agent_sandbox.errors import BackendError, PayloadTooLargeError
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.history import History, require_commit
+from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.manager.workspaces import Aside
@@ -25,8 +27,6 @@ from agent_sandbox.store import Conflict, Conflicts, HeadMoved, UpToDate
 
 MAX_CONFLICTS = 1_000
 """Conflicts that are listed; all are counted."""
-
-_WHAT = "the merge of workspaces"
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,9 @@ class Merging(History):
         """
         with self._active():
             entry = self._fleet.find(id)
-            snapshot = await self._fleet.state.get_snapshot(snapshot_id)
             backend = self._fleet.backend(entry.record.backend)
-            if not backend.capabilities.layered_workspace:
-                raise UnsupportedError(_WHAT, backend.name, "it keeps no layers of them")
-            theirs = require_commit(snapshot, _WHAT)
+            snapshot = await self._fleet.in_store(snapshot_id)
+            theirs = require_commit(snapshot)
             return await self._fleet.tasks.own(self._merge(entry, backend, snapshot, theirs), f"merge {id}")
 
     async def _merge(self, entry: Entry, backend: Backend, snapshot: SnapshotRecord, theirs: str) -> Merge:
@@ -69,8 +67,10 @@ class Merging(History):
                 raise stopped(entry.record.id)
             base = await self._fleet.workspaces.head(entry.record.id) or await self._beginning(entry)
             async with AsyncExitStack() as still:
-                held = await still.enter_async_context(backend.hold_workspace(entry.record.env_id))
-                ours = await kept.enter_async_context(self._fleet.workspaces.aside(entry.record.id, base, held, limit))
+                source = keeping(backend, self._fleet.workspaces).held(entry.record.env_id, limit)
+                workspace = await still.enter_async_context(source)
+                aside = self._fleet.workspaces.aside(entry.record.id, base, workspace, limit)
+                ours = await kept.enter_async_context(aside)
                 result = await self._fleet.workspaces.ask(lambda store: store.merge(ours.branch, theirs))
                 if isinstance(result, UpToDate):
                     return Merge("up_to_date", entry.record)
@@ -117,7 +117,7 @@ class Merging(History):
             stored_bytes=report.stored,
             created_at=self._clock(),
             skipped=ours.taken.skipped(),
-            skipped_total=report.left_out_count,
+            skipped_total=ours.taken.skipped_total,
             commit=ours.taken.commit,
         )
 

@@ -15,8 +15,8 @@ The rules
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
 * Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
-  ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them: no snapshot
-  waits for either.
+  ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them, and workspaces
+  that a sandbox sends by itself: no snapshot of a held workspace waits for any of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_sandbox.errors import (
     BackendError,
+    InvalidRequestError,
     LimitExceededError,
     NotFoundError,
     PayloadTooLargeError,
@@ -46,9 +48,10 @@ from agent_sandbox.errors import (
     StoreFullError,
 )
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.store import HeadMoved, Report, Store
+from agent_sandbox.store import Created, HeadMoved, Report, Store, UpToDate
 from agent_sandbox.store.checkouts import Checkouts
-from agent_sandbox.types import HeldWorkspace, PreparedWorkspace
+from agent_sandbox.store.ports import Progress
+from agent_sandbox.types import ExportReport, PreparedWorkspace
 
 log = logging.getLogger(__name__)
 
@@ -70,22 +73,44 @@ _SKIPPED_BYTES = 48 << 10
 """Of these paths together: each may have 250 KiB, and the records of all snapshots are read for a list of them."""
 
 
+Outcome = tuple[Created | UpToDate | HeadMoved, ExportReport | None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A workspace that can be read once: ``read`` makes it the next commit of a branch, in a thread.
+
+    Beside the store's outcome it gives what the backend left out before the store saw it. ``paced``: the sandbox
+    decides how long that takes.
+    """
+
+    read: Callable[[Store, str, Progress], Outcome]
+    paced: bool = False
+
+
 @dataclass(frozen=True)
 class Taken:
-    """A state that was kept: its commit in hexadecimal digits, and what the capture saw."""
+    """A state that was kept: its commit in hexadecimal digits, what the capture saw, and what never came to it."""
 
     commit: str
     report: Report
+    exported: ExportReport | None = None
 
     def skipped(self) -> tuple[tuple[str, str], ...]:
         """The first paths that were left out, with why."""
         room, named = _SKIPPED_BYTES, []
-        for item in self.report.left_out[:MAX_SKIPPED]:
-            room -= len(item.path)
+        left = [(os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED]]
+        for path, why in [*(self.exported.skipped if self.exported else ()), *left][:MAX_SKIPPED]:
+            room -= len(os.fsencode(path))
             if room < 0:
                 break
-            named.append((os.fsdecode(item.path), item.why.value))
+            named.append((path, why))
         return tuple(named)
+
+    @property
+    def skipped_total(self) -> int:
+        """How many paths were left out."""
+        return self.report.left_out_count + (self.exported.skipped_total if self.exported else 0)
 
 
 @dataclass(frozen=True)
@@ -109,6 +134,7 @@ class Workspaces:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="store")
         self._archives = ThreadPoolExecutor(_THREADS, thread_name_prefix="archive")
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="history")
+        self._paced = ThreadPoolExecutor(_THREADS, thread_name_prefix="export")
         self._store: Store | None = None
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -144,13 +170,12 @@ class Workspaces:
         self._threads.shutdown(wait=False)
         self._archives.shutdown(wait=False)
         self._readers.shutdown(wait=False)
+        self._paced.shutdown(wait=False)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
-    async def take(
-        self, sandbox_id: str, snapshot_id: str, source: str | None, held: HeldWorkspace, limit: int
-    ) -> Taken:
-        """Keep a held workspace under a snapshot's id, as the next commit of its sandbox.
+    async def take(self, sandbox_id: str, snapshot_id: str, source: str | None, workspace: Source, limit: int) -> Taken:
+        """Keep a workspace under a snapshot's id, as the next commit of its sandbox.
 
         ``source`` is the commit that the sandbox began with. When it returns, the state survives ``kill -9`` and a
         power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full
@@ -160,7 +185,7 @@ class Workspaces:
         def keep(taken: Taken) -> None:
             self._opened().pin(snapshot_id, taken.commit)
 
-        return await self._capture(lambda: self._branch(sandbox_id, source), held, limit, keep)
+        return await self._capture(lambda: self._branch(sandbox_id, source), workspace, limit, keep)
 
     async def adopt(self, snapshot_id: str, file: Path, digest: str) -> str:
         """Keep a snapshot's file, a compressed tar, as a commit under the snapshot's id; return the commit.
@@ -175,13 +200,16 @@ class Workspaces:
 
         def take() -> str:
             store = self._opened()
-            with file.open("rb") as archive:
+            with _file_of(snapshot_id, file) as archive:
                 if hashlib.file_digest(archive, lambda: hashlib.blake2b(digest_size=32)).hexdigest() != digest:
                     raise BackendError(f"snapshot {snapshot_id} is damaged on disk: its checksum differs")
                 archive.seek(0)
                 branch = self._branch(f"from-file-{snapshot_id}", None)
                 try:
                     made = store.import_tar(branch, archive, progress=progress)
+                except InvalidRequestError as error:  # a sandbox made the archive, not who asks for it now
+                    raise BackendError(f"snapshot {snapshot_id} cannot be restored: {error.message}") from error
+                else:
                     if isinstance(made, HeadMoved):
                         raise BackendError("two servers take the same snapshot over")
                     store.pin(snapshot_id, made.commit.hex())
@@ -200,9 +228,9 @@ class Workspaces:
             if commit is not None:
                 store.unpin(snapshot_id)
                 store.forget(commit.hex())
+                self._garbage = True
 
         await self._run(drop)
-        self._garbage = True
 
     async def moved(self, sandbox_id: str, commit: str) -> None:
         """Note that a sandbox's workspace was put back to a commit. That it was does not hang on this."""
@@ -251,8 +279,8 @@ class Workspaces:
         return await self.ask(head)
 
     @asynccontextmanager
-    async def aside(self, sandbox_id: str, base: str, held: HeldWorkspace, limit: int) -> AsyncIterator[Aside]:
-        """Keep a held workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
+    async def aside(self, sandbox_id: str, base: str, workspace: Source, limit: int) -> AsyncIterator[Aside]:
+        """Keep a workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
 
         ``base`` is the state that it came from.
         """
@@ -268,7 +296,7 @@ class Workspaces:
                 self._opened().delete(name)
 
         try:
-            yield Aside(name, await self._capture(begin, held, limit, lambda _: None))
+            yield Aside(name, await self._capture(begin, workspace, limit, lambda _: None))
         finally:
             await uninterrupted(self._run(end))
 
@@ -398,9 +426,9 @@ class Workspaces:
         return self._store
 
     async def _capture(
-        self, branch: Callable[[], str], held: HeldWorkspace, limit: int, keep: Callable[[Taken], None]
+        self, branch: Callable[[], str], workspace: Source, limit: int, keep: Callable[[Taken], None]
     ) -> Taken:
-        """Commit a held workspace to what ``branch`` gives, and ``keep`` the commit before anything else happens."""
+        """Commit a workspace to what ``branch`` gives, and ``keep`` the commit before anything else happens."""
         given_up = threading.Event()
 
         def progress(*_: int) -> None:
@@ -410,18 +438,18 @@ class Workspaces:
         def commit() -> Taken:
             store, where = self._opened(), branch()
             before = store.resolve(where)
-            result = store.commit(where, Path(held.path), fresh=held.mapped, progress=progress)
+            result, exported = workspace.read(store, where, progress)
             if isinstance(result, HeadMoved):
                 raise BackendError("two snapshots of one sandbox were taken at once")
             if result.report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
                 store.reset(where, before.hex())
                 self._garbage = True
                 raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
-            taken = Taken(result.commit.hex(), result.report)
+            taken = Taken(result.commit.hex(), result.report, exported)
             keep(taken)
             return taken
 
-        work = asyncio.ensure_future(self._run(commit))
+        work = asyncio.ensure_future(self._run(commit, self._paced if workspace.paced else None))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -478,3 +506,10 @@ async def _ended(task: asyncio.Future[_T]) -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.exception()
+
+
+def _file_of(snapshot_id: str, file: Path) -> BufferedReader:
+    try:
+        return file.open("rb")
+    except FileNotFoundError as error:
+        raise BackendError(f"the file of snapshot {snapshot_id} is missing on disk") from error

@@ -40,7 +40,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from agent_sandbox.errors import StoreDamagedError, StoreError
+from agent_sandbox.errors import BackendError, StoreDamagedError, StoreError
 from agent_sandbox.store import walk
 from agent_sandbox.store.objects import Entry, encode_root
 from agent_sandbox.store.ports import Engine, Objects, Options
@@ -102,13 +102,19 @@ class Checkouts:
         self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     def start(self) -> None:
-        """Find the layers of earlier processes; remove what is half-built or cannot be trusted."""
+        """Find the layers of earlier processes; remove what is half-built or cannot be trusted.
+
+        Where nobody knows what is in use, only that goes which a power loss may have torn.
+        """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         markers = {path.name: self._marker(path) for path in self._directory.iterdir() if path.is_dir()}
         kept = {name: layer for name, layer in markers.items() if layer is not None}
         for name in [name for name, layer in kept.items() if not self._stands(layer, kept)]:
             del kept[name]
-        in_use = self._in_use()
+        try:
+            in_use = self._in_use()
+        except BackendError:  # some backend is down
+            in_use = {str(self.path(name)) for name in markers}
         for name in markers:
             # What runs stands on layers of this boot. One that a power loss may have torn is better missing than wrong.
             torn = self._is_torn(self._directory / name)

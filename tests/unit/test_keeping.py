@@ -1,0 +1,230 @@
+"""Workspaces that come as an archive from a daemon which nobody trusts."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_sandbox.backends.base import ByteSink
+from agent_sandbox.errors import BackendError, PayloadTooLargeError, SandboxError
+from agent_sandbox.manager import keeping, pipe
+from agent_sandbox.manager.pipe import Pipe
+from agent_sandbox.manager.policy import CreateOptions
+from agent_sandbox.types import ExportReport
+from tests.unit.manager_harness import Server, kept_states, serving
+
+Export = Callable[[str, ByteSink, int], Any]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serving(tmp_path / "data") as server:
+        yield server
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for info, data in members:
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def sending(data: bytes, report: ExportReport | None = None) -> Export:
+    async def export(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        await dest(data)
+        return report or ExportReport(file_bytes=0, entries=1)
+
+    return export
+
+
+WHOLE = archive((tarfile.TarInfo("f"), b"12345"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"not a tar" * 1_000, id="no archive"),
+        pytest.param(WHOLE[:700], id="cut off"),
+        pytest.param(archive((tarfile.TarInfo("/etc/passwd"), b"x")), id="absolute"),
+        pytest.param(archive((tarfile.TarInfo("a/../../b"), b"x")), id="dot dot"),
+        pytest.param(archive((link("out", "/etc"), b""), (tarfile.TarInfo("out/x"), b"x")), id="through a link"),
+        pytest.param(archive((link("hard", "/etc/passwd", tarfile.LNKTYPE), b"")), id="a link out"),
+    ],
+)
+async def test_a_hostile_archive_is_the_sandboxs_fault_and_nothing_is_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    sandbox = await server.manager.create(CreateOptions())
+    monkeypatch.setattr(server.wire, "export_workspace", sending(data))
+    with pytest.raises(BackendError, match="cannot be kept"):
+        await server.manager.snapshot(sandbox.id)
+    assert kept_states(server.settings) == set()
+    monkeypatch.setattr(server.wire, "export_workspace", sending(WHOLE))
+    assert (await server.manager.snapshot(sandbox.id)).size_bytes == 5  # counted here, whatever the daemon says
+
+
+async def test_what_the_daemon_and_the_store_left_out_is_told_together(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tarfile.TarInfo("null")
+    device.type = tarfile.CHRTYPE
+    report = ExportReport(5, 2, (("run/sock", "a socket"),), 7)
+    data = archive((tarfile.TarInfo("f"), b"12345"), (device, b""))
+    sandbox = await server.manager.create(CreateOptions())
+    monkeypatch.setattr(server.wire, "export_workspace", sending(data, report))
+    snapshot = await server.manager.snapshot(sandbox.id)
+    assert snapshot.skipped == (("run/sock", "a socket"), ("null", "device"))
+    assert snapshot.skipped_total == 8
+
+
+async def test_an_archive_is_bounded_whatever_it_holds(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "_SLACK", 1 << 20)
+    sent = 0
+
+    async def headers_for_ever(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        nonlocal sent
+        block = archive((tarfile.TarInfo("d"), b""))[:512] * 128
+        while True:
+            await dest(block)
+            sent += len(block)
+
+    server.manager._settings = server.settings.__class__(**{**vars(server.settings), "max_snapshot_bytes": 1000})
+    sandbox = await server.manager.create(CreateOptions())
+    monkeypatch.setattr(server.wire, "export_workspace", headers_for_ever)
+    with pytest.raises(PayloadTooLargeError):
+        await server.manager.snapshot(sandbox.id)
+    assert sent < 16 << 20
+    assert kept_states(server.settings) == set()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "at the end"])
+async def test_an_export_that_fails_is_told_and_nothing_is_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    async def export(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        if when != "before":
+            await dest(WHOLE[: 700 if when == "between" else None])
+        raise PayloadTooLargeError("the guest says so")
+
+    sandbox = await server.manager.create(CreateOptions())
+    monkeypatch.setattr(server.wire, "export_workspace", export)
+    with pytest.raises(PayloadTooLargeError, match="the guest says so"):
+        await server.manager.snapshot(sandbox.id)
+    assert kept_states(server.settings) == set()
+
+
+async def test_one_that_stops_in_the_middle_cannot_keep_itself_alive_nor_hold_others_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, begun = server.wire.export_workspace, asyncio.Event()
+
+    async def export(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        if id != bad.env_id:
+            return await inner(id, dest, max_bytes)
+        await dest(WHOLE[:600])
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    good, bad = [await server.manager.create(CreateOptions()) for _ in range(2)]
+    monkeypatch.setattr(server.wire, "export_workspace", export)
+    stuck = asyncio.create_task(server.manager.snapshot(bad.id))
+    await begun.wait()
+    async with asyncio.timeout(20):
+        assert await server.manager.snapshot(good.id)
+        await server.manager.destroy(bad.id)
+        with pytest.raises(SandboxError, match="was destroyed"):
+            await stuck
+
+
+async def test_a_snapshot_that_nobody_waits_for_ends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+
+    async def export(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sandbox = await server.manager.create(CreateOptions())
+    with monkeypatch.context() as patched:
+        patched.setattr(server.wire, "export_workspace", export)
+        stuck = asyncio.create_task(server.manager.snapshot(sandbox.id))
+        await begun.wait()
+        stuck.cancel()
+        async with asyncio.timeout(20):
+            with pytest.raises(asyncio.CancelledError):
+                await stuck
+    assert await server.manager.snapshot(sandbox.id)
+
+
+async def test_a_pipe_gives_what_it_took_and_holds_a_bounded_part() -> None:
+    held = Pipe()
+    pieces = [bytes([n % 256]) * (100_000 + n) for n in range(200)]
+    sent = 0
+
+    async def write() -> None:
+        nonlocal sent
+        for piece in pieces:
+            await held.write(piece)
+            sent += len(piece)
+        held.end()
+
+    writing = asyncio.create_task(write())
+    await asyncio.sleep(0.05)
+    assert sent < 5 << 20
+    reader = held.reader(lambda *_: None)
+    taken = await asyncio.to_thread(lambda: b"".join(iter(lambda: reader.read(70_001), b"")))
+    await writing
+    assert taken == b"".join(pieces)
+
+
+async def test_a_pipes_reader_gives_up_on_a_sender_that_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(pipe, "_LOOK_SECONDS", 0.01)
+    held = Pipe()
+    await held.write(b"x" * 100)
+    reader = held.reader(lambda *_: None)
+    assert await asyncio.to_thread(reader.read, 1000) == b"x" * 100
+    with pytest.raises(BackendError, match="too slowly"):
+        await asyncio.to_thread(reader.read, 1000)
+
+
+async def test_a_pipes_reader_ends_when_the_result_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = threading.Event()
+
+    def progress(*_: int) -> None:
+        if wanted.is_set():
+            raise BackendError("given up")
+
+    reading = asyncio.create_task(asyncio.to_thread(Pipe().reader(progress).read, 10))
+    await asyncio.sleep(0.05)
+    wanted.set()
+    with pytest.raises(BackendError, match="given up"):
+        await reading
+
+
+async def test_a_pipes_writer_ends_when_nobody_reads() -> None:
+    held = Pipe()
+    await held.write(bytes(5 << 20))
+    writing = asyncio.create_task(held.write(b"more"))
+    await asyncio.sleep(0.01)
+    assert not writing.done()
+    held.close()
+    with pytest.raises(BackendError, match="nobody"):
+        await writing
