@@ -210,7 +210,7 @@ class Server:
         for event in self.wire.paused.values():
             event.set()
         fleet.files.delete = _do_nothing  # type: ignore[method-assign]
-        fleet.workspaces.drop = _do_nothing  # type: ignore[method-assign]
+        fleet.workspaces.drop = _do_nothing  # type: ignore[method-assign, assignment]
         fleet.workspaces._stopping.set()
         await fleet.state.close()
         fleet._lock.release()
