@@ -19,10 +19,12 @@ pub enum Place {
 pub enum Command {
     Version,
     Probe { json: bool },
+    Bridge { path: PathBuf },
     Serve { listen: Place, config: Place },
 }
 
 pub const USAGE: &str = "usage: sandboxd (--listen-fd N | --listen PATH) (--config-fd M | --config PATH)
+       sandboxd bridge PATH
        sandboxd probe [--json]
        sandboxd --version";
 
@@ -36,6 +38,12 @@ pub fn arguments(args: impl Iterator<Item = std::ffi::OsString>) -> Result<Comma
             Ok(Command::Probe { json })
         } else {
             Err("probe takes --json and nothing else".to_string())
+        };
+    }
+    if args.next_if(|name| name == "bridge").is_some() {
+        return match (args.next(), args.next()) {
+            (Some(path), None) => Ok(Command::Bridge { path: path.into() }),
+            _ => Err("bridge takes the path of a socket and nothing else".to_string()),
         };
     }
     while let Some(name) = args.next() {
@@ -152,6 +160,8 @@ mod tests {
         let paths = Command::Serve { listen: Place::Path("/a".into()), config: Place::Path("/b".into()) };
         assert_eq!(parse(&["--config", "/b", "--listen", "/a"]), Ok(paths));
         assert_eq!(parse(&["--version"]), Ok(Command::Version));
+        assert_eq!(parse(&["bridge", "/run/s"]), Ok(Command::Bridge { path: "/run/s".into() }));
+        assert!(parse(&["bridge"]).is_err() && parse(&["bridge", "a", "b"]).is_err());
         assert_eq!(parse(&["probe", "--json"]), Ok(Command::Probe { json: true }));
         assert_eq!(parse(&["probe"]), Ok(Command::Probe { json: false }));
         assert!(parse(&["probe", "--json", "x"]).is_err());

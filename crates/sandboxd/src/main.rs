@@ -5,6 +5,7 @@
 //! none. Everything that must not fail later (threads, descriptors) is made before it says that it is ready.
 
 mod archive;
+mod bridge;
 mod change;
 mod children;
 mod config;
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Ok(Command::Probe { json }) => probe::run(json),
+        Ok(Command::Bridge { path }) => bridge::run(&path),
         Ok(Command::Serve { listen, config }) => match serve(listen, config) {
             Ok(()) => ExitCode::SUCCESS,
             Err(message) => {

@@ -46,6 +46,8 @@ from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, P
 from agent_sandbox.backends.docker.containers import Containers, groups_of, live_process
 from agent_sandbox.backends.docker.engine import Engine
 from agent_sandbox.backends.docker.facts import Facts
+from agent_sandbox.backends.docker.hostimage import NAME as HOST
+from agent_sandbox.backends.docker.hostimage import HostOnEngine
 from agent_sandbox.backends.docker.networks import Network
 from agent_sandbox.backends.docker.places import Environment, Places, Record
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
@@ -117,6 +119,9 @@ class DockerBackend(GuestBackend):
         self._network = Network(self._engine, settings.network_name)
         self._bridges = Bridges(self._engine)
         self._templates = Templates(self._places.templates)
+        self._host = HostOnEngine(
+            self._engine, self._places.home / "host", self._places.run / "host", *settings.sandbox_ids()
+        )
         self._hierarchies = cgroups.Hierarchies(None)
         self._facts = _UNSTARTED
         self._sandboxd = Path()
@@ -147,6 +152,7 @@ class DockerBackend(GuestBackend):
         if self._facts.shares_files:
             require_disks()
             self._templates.clear()
+            self._host.prepare()
             self._hierarchies = cgroups.find_hierarchies()
 
     async def _thaw_all(self) -> None:
@@ -168,6 +174,8 @@ class DockerBackend(GuestBackend):
         await self._bridges.close()
         await self._engine.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._facts.shares_files:
+            self._host.close()
         self._places.close()
 
     async def ping(self) -> None:
@@ -176,8 +184,22 @@ class DockerBackend(GuestBackend):
             raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
 
     async def resolve_image(self, name: str) -> ResolvedImage:
+        if name == HOST and self._facts.shares_files:
+            await self._image(name)
+            return ResolvedImage(name, "", False)
+        if name == HOST:
+            raise NotFoundError(
+                f"there is no image 'host' here, since {self._facts.not_shared}: name one of the Docker engine's, or "
+                "set AGENT_SANDBOX_DEFAULT_IMAGE"
+            )
         image = await images.find(self._engine, name, self._facts.machine, self.name)
         return ResolvedImage(name, image.id, True, image.config.env)
+
+    async def _image(self, name: str, digest: str = "") -> images.Image:
+        """What an environment is made from: the content that was resolved, which has to be there still."""
+        if name == HOST and not digest and self._facts.shares_files:
+            return await self._host.ensure(await self._thread(self._host.rootfs))
+        return await images.inspect(self._engine, digest or name, self._facts.machine, self.name)
 
     # -- create --------------------------------------------------------------------------
 
@@ -210,6 +232,8 @@ class DockerBackend(GuestBackend):
             raise UnsupportedError(
                 f"limit {missing[0]}", self.name, f"{reason}; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             )
+        if spec.image == HOST and not spec.read_only_rootfs:
+            raise UnsupportedError("writable_rootfs", self.name, "the host image is the host's own /usr; name another")
         if not spec.read_only_rootfs and not self._settings.allow_unenforced:
             raise UnsupportedError(
                 "writable_rootfs",
@@ -221,8 +245,7 @@ class DockerBackend(GuestBackend):
         environment = self._places.environment(id)
         try:
             async with translated("creating the sandbox"):
-                name = spec.image_digest or spec.image
-                image = await images.inspect(self._engine, name, self._facts.machine, self.name)
+                image = await self._image(spec.image, spec.image_digest)
                 record = Record(
                     id,
                     spec,
@@ -280,8 +303,10 @@ class DockerBackend(GuestBackend):
         daemon = Mount("bind", str(self._sandboxd), DAEMON, read_only=True)
         at = PRIVATE if self._facts.binds_sockets else DELIVERED
         guest = Mount("bind", str(environment.guest), at, read_only=not self._facts.binds_sockets)
+        shown = self._host.mounts() if record.spec.image == HOST else ()
+        common = (*shown, daemon, guest)
         if not record.layers:
-            return container.workspace_mount("bind", str(environment.disk.workspace)), daemon, guest
+            return container.workspace_mount("bind", str(environment.disk.workspace)), *common
         lowers = await self._thread(environment.short_layers, record)
         disk = environment.disk
         body = container.layered_volume(
@@ -289,7 +314,7 @@ class DockerBackend(GuestBackend):
         )
         if new or PREFIX + id not in {str(one.get("Name")) for one in await self._containers.volumes(id)}:
             await self._engine.post("/volumes/create", body)
-        return container.workspace_mount("volume", PREFIX + id), daemon, guest
+        return container.workspace_mount("volume", PREFIX + id), *common
 
     def _body(self, record: Record, mounts: tuple[Mount, ...], network: str) -> dict[str, Any]:
         sock, daemon, config = f"{PRIVATE}/sock", DAEMON, f"{PRIVATE}/config"

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Mapping
-from contextlib import aclosing
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from agent_sandbox.backends.docker import container
-from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.backends.docker.engine import Engine, Frames
 from agent_sandbox.backends.linux.cgroups import Groups, Hierarchies
 from agent_sandbox.backends.linux.process import Process
-from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError
+from agent_sandbox.errors import BackendError, ConflictError, NotFoundError
 
 MARKER = b"sandboxd ready generation="
 _READY_SECONDS = 60.0
 _LOG_BYTES = 2000
+_PIECE = 4096
 _GONE_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 
@@ -70,48 +68,23 @@ class Containers:
         return str(made["Id"])
 
     async def start(self, cid: str) -> None:
-        """Start a container, and return once its daemon says that it is ready.
+        """Start a container, and return once its daemon says on its output that it is ready.
 
-        :class:`BackendError`, with the end of its log, when it does not start.
+        :class:`BackendError`, with the end of what it said, when it does not start.
         """
+        said = bytearray()
+        attached = self._engine.hijack(f"/containers/{cid}/attach", {}, stream="true", stdout="true", stderr="true")
         try:
-            await self._engine.post(f"/containers/{cid}/start")
+            async with asyncio.timeout(_READY_SECONDS), attached as stream:
+                await self._engine.post(f"/containers/{cid}/start")
+                if await _says_ready(stream, said):
+                    return
+        except TimeoutError:
+            pass
         except NotFoundError as error:
             raise BackendError(f"the sandbox could not be started: {error.message}") from error
-        try:
-            async with asyncio.timeout(_READY_SECONDS):
-                ready = await self._says_ready(cid)
-        except TimeoutError:
-            ready = False
-        if not ready:
-            tail = await self.log_tail(cid)
-            words = f"; its log ends with: {tail}" if tail else ""
-            raise BackendError(f"the sandbox's daemon did not start{words}")
-
-    async def _says_ready(self, cid: str) -> bool:
-        since = _timestamp(str((await self.state(cid)).get("StartedAt", "")))
-        seen = b""
-        frames = self._engine.frames(
-            f"/containers/{cid}/logs", _READY_SECONDS, follow="true", stdout="true", stderr="false", since=since
-        )
-        async with aclosing(frames) as pieces:
-            async for piece in pieces:
-                seen = (seen + piece)[-_LOG_BYTES:]
-                if MARKER in seen:
-                    return True
-        return False
-
-    async def log_tail(self, cid: str) -> str:
-        """The end of the daemon's log, at most 2,000 bytes; empty when there is none."""
-        seen = b""
-        with contextlib.suppress(SandboxError):
-            frames = self._engine.frames(
-                f"/containers/{cid}/logs", _READY_SECONDS, stdout="true", stderr="true", tail="20"
-            )
-            async with aclosing(frames) as pieces:
-                async for piece in pieces:
-                    seen = (seen + piece)[-_LOG_BYTES:]
-        return seen.decode(errors="replace").strip()
+        tail = said.decode(errors="replace").strip()
+        raise BackendError("the sandbox's daemon did not start" + (f"; its log ends with: {tail}" if tail else ""))
 
     async def inspect(self, cid: str) -> dict[str, Any]:
         """What the engine knows of a container. :class:`NotFoundError` when it has none."""
@@ -180,10 +153,13 @@ def groups_of(process: Process, cid: str, hierarchies: Hierarchies) -> Groups | 
     return None
 
 
-def _timestamp(text: str) -> str:
-    """An RFC 3339 time as the engine's ``since`` takes it: seconds and nanoseconds since the epoch."""
-    matched = re.fullmatch(r"([0-9-]+T[0-9:]+)(?:\.([0-9]{1,9}))?(Z|[+-][0-9:]+)", text)
-    if matched is None:
-        return "0"
-    seconds = int(datetime.fromisoformat(matched[1] + matched[3].replace("Z", "+00:00")).timestamp())
-    return f"{seconds}.{(matched[2] or '').ljust(9, '0')}"
+async def _says_ready(stream: Any, said: bytearray) -> bool:
+    """Keep the end of what comes in ``said``; whether the marker came before the end."""
+    frames = Frames()
+    while data := await stream.read(_PIECE):
+        for _, piece in frames.feed(data):
+            said += piece
+            del said[:-_LOG_BYTES]
+            if MARKER in said:
+                return True
+    return False

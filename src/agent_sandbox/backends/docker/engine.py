@@ -97,6 +97,19 @@ class Engine:
         headers = {"Content-Type": "application/x-tar"}
         await self._call("PUT", f"/containers/{container}/archive", query, content=archive, headers=headers)
 
+    async def import_image(self, archive: bytes, repository: str, tag: str, change: str) -> None:
+        """Make an image of one layer of a tar."""
+        query = {"fromSrc": "-", "repo": repository, "tag": tag, "changes": change}
+        headers = {"Content-Type": "application/x-tar"}
+        call = self._client.stream(
+            "POST", self._prefix + "/images/create", params=query, content=archive, headers=headers
+        )
+        async with self._translated("POST /images/create"), call as answer:
+            await _raise_for(answer, "/images/create")
+            for line in (await _body(answer, _LINE_BYTES)).splitlines():
+                if line.strip() and "error" in (said := json.loads(line)):
+                    raise refusal(500, str(said["error"]))
+
     async def lines(self, path: str, seconds: float, **query: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Post, and give the JSON objects of the answer as they come; ``seconds`` is the longest wait for one."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
@@ -112,23 +125,17 @@ class Engine:
                     if line.strip():
                         yield json.loads(line)
 
-    async def frames(self, path: str, seconds: float, **query: Any) -> AsyncGenerator[bytes, None]:
-        """Get, and give what standard output and error hold, piece by piece (the multiplexed format of attach)."""
-        timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
-        call = self._client.stream("GET", self._prefix + path, params=query, timeout=timeout)
-        async with self._translated(f"GET {path}"), call as answer:
-            await _raise_for(answer, path)
-            frames = Frames()
-            async for data in answer.aiter_raw():
-                for _, piece in frames.feed(data):
-                    yield piece
-
     @contextlib.asynccontextmanager
-    async def hijack(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Post, and take the connection over: a stream with ``read(max)`` and ``write(bytes)`` of httpcore's."""
+    async def hijack(self, path: str, body: Mapping[str, Any], **query: Any) -> AsyncIterator[Any]:
+        """Post, and take the connection over: a stream with ``read(max)`` and ``write(bytes)`` of httpcore's.
+
+        What comes is in the engine's multiplexed format (:class:`Frames`).
+        """
         headers = {"Connection": "Upgrade", "Upgrade": "tcp"}
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        call = self._client.stream("POST", self._prefix + path, json=dict(body), headers=headers, timeout=timeout)
+        call = self._client.stream(
+            "POST", self._prefix + path, params=query, json=dict(body), headers=headers, timeout=timeout
+        )
         async with self._translated(f"POST {path}"), call as answer:
             if answer.status_code != httpx.codes.SWITCHING_PROTOCOLS:
                 await _raise_for(answer, path)

@@ -42,10 +42,6 @@ async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
     ``machine`` is the engine's architecture. :class:`NotFoundError` when there is none anywhere,
     :class:`UnsupportedError` for one of another architecture.
     """
-    if name == "host":
-        raise NotFoundError(
-            f"the {backend} backend has no image 'host': name one of the engine's, or set AGENT_SANDBOX_DEFAULT_IMAGE"
-        )
     if not name or any(character.isspace() or not character.isprintable() for character in name):
         raise InvalidRequestError(f"{name!r} is no name of an image")
     try:

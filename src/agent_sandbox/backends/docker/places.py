@@ -140,8 +140,12 @@ class Environment:
         _write(self.guest / "config", config)
 
     def make_disk(self, templates: Templates, record: Record) -> None:
-        """Make the disk and mount it; a workspace over layers gets its empty changes."""
+        """Make the disk and mount it; a workspace over layers gets its empty changes.
+
+        :class:`BackendError` when a layer is gone.
+        """
         spec, disk = record.spec, self.disk
+        _require(record.layers)
         disk.make(templates.get(spec.disk_mb), spec.uid, spec.gid, 0)
         if record.layers:
             for directory in (disk.changes, disk.changes_work):
@@ -151,9 +155,8 @@ class Environment:
     def short_layers(self, record: Record) -> list[str]:
         """Name the layers in few characters that mean nothing to mount(2). :class:`BackendError` when one is gone."""
         names = []
+        _require(record.layers)
         for number, layer in enumerate(record.layers):
-            if not Path(layer).is_dir():
-                raise BackendError(f"a layer of the workspace is gone: {layer}")
             link = self._links / f"{self._link}-{number}"
             link.unlink(missing_ok=True)
             link.symlink_to(layer)
@@ -253,6 +256,12 @@ class Places:
             with contextlib.suppress(NotFoundError):
                 found |= set(self.environment(name).record().layers)
         return found
+
+
+def _require(layers: tuple[str, ...]) -> None:
+    for layer in layers:
+        if not Path(layer).is_dir():
+            raise BackendError(f"a layer of the workspace is gone: {layer}")
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -13,7 +13,7 @@ import re
 import time
 from pathlib import Path
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _BUSY_SECONDS = 2.0
 """How long an unmount waits for the last descriptors of killed processes; observed: under 20 ms."""
