@@ -233,7 +233,7 @@ def test_a_backend_without_layers_has_a_history_all_the_same(server: Running) ->
     assert [change["text"] for change in found] == [
         "--- a/d/kept\n+++ b/d/kept\n@@ -1 +1 @@\n-12345\n\\ No newline at end of file\n+other\n"
     ]
-    assert [entry["snapshots"] for entry in server.call("GET", f"/v1/snapshots/{later}/log").json["states"]][:2] == [
+    assert [entry["snapshot_ids"] for entry in server.call("GET", f"/v1/snapshots/{later}/log").json["states"]][:2] == [
         [later],
         [name],
     ]
