@@ -73,6 +73,9 @@ class Settings:
     )
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
+    allow_tcg: bool = _setting(
+        False, "Count a machine under software emulation, which is no security boundary, as isolation vm."
+    )
     allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")
     max_sandboxes: int = _setting(20, "Sandboxes alive at once.", low=1, high=100_000)
     min_free_mb: int = _setting(

@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from agent_sandbox import __version__
 from agent_sandbox.cli import (
+    backends,
     commands,
     conformance,
     doctor,
@@ -25,6 +26,7 @@ from agent_sandbox.cli import (
     images,
     options,
     output,
+    projects,
     quickstart,
     sandboxes,
     serve,
@@ -77,15 +79,18 @@ for family in (
     files,
     snapshots,
     history,
+    projects,
     images,
     store,
     serve,
+    backends,
     doctor,
     conformance,
 ):
     family.register(app)
-for _registered in (*app.registered_commands, *images.app.registered_commands, *store.app.registered_commands):
-    _registered.cls = _Command
+for _group in (app, projects.app, images.app, store.app):
+    for _registered in _group.registered_commands:
+        _registered.cls = _Command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

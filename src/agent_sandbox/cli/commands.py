@@ -7,19 +7,21 @@ import math
 import os
 import posixpath
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import copying, interactive, options, output, signals
+from agent_sandbox.cli import copying, interactive, options, output, pulling, signals, writing_back
 from agent_sandbox.cli.connection import connect
 from agent_sandbox.errors import ConflictError, NotFoundError, SandboxError
 from agent_sandbox.types import WORKSPACE
 
 if TYPE_CHECKING:
+    from agent_sandbox.cli.packing import Sent
+    from agent_sandbox.cli.pulling import Pull
     from agent_sandbox.client import Execution, Sandbox, Terminal
 
 TTL_SLACK_SECONDS = 60
@@ -47,6 +49,14 @@ def run(
         list[str] | None,
         typer.Option("--volume", "-v", help="Copy a local directory in first.", metavar="DIR[:PATH]"),
     ] = None,
+    pull_changes: Annotated[
+        bool,
+        typer.Option("--pull-changes", help="Show what the command changed in each -v DIR, and ask to write it there."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --pull-changes: write without asking, for scripts.")
+    ] = False,
+    from_: options.From = None,
     image: options.Image = None,
     cpus: options.Cpus = None,
     memory: options.Memory = None,
@@ -55,6 +65,7 @@ def run(
     network: options.Network = False,
     writable: options.Writable = False,
     backend: options.Backend = None,
+    min_isolation: options.MinIsolation = None,
     env: options.Env = None,
     workdir: options.Workdir = None,
     timeout: options.Deadline = None,
@@ -63,36 +74,61 @@ def run(
     """Run one command in a sandbox of its own: create, run with live output, destroy.
 
     Ends with the command's exit code; 125 when the error is ours. Standard input is empty without -i. Ctrl-C kills the
-    command and destroys the sandbox, a second one leaves at once. -v copies DIR to PATH (/workspace when left out);
-    what the command changes there is not copied back.
+    command and destroys the sandbox, a second one leaves at once. -v copies DIR to PATH (/workspace when left out).
+
+    With --pull-changes what the command changed there is shown when it has ended, and written back into DIR if you say
+    so, or with --yes. What was changed in DIR meanwhile is left as it is and reported (123). Where nobody can be asked,
+    nothing is written (122). Links that lead out of DIR, special files, and the configuration and hooks of git are never
+    written.
     """
     variables = options.environment(env)
     volumes = [_volume(text) for text in volume or ()]
     _check_use(tty, as_json)
+    _check_pull(pull_changes, yes, volumes)
     ttl = None if timeout is None else math.ceil(timeout) + TTL_SLACK_SECONDS
-    with (
-        connect() as client,
-        signals.owning(
-            lambda: client.create(
-                image,
-                cpus=cpus,
-                memory_mb=memory,
-                pids_limit=pids,
-                disk_mb=disk,
-                network=network,
-                read_only_rootfs=not writable,
-                backend=backend,
-                timeout_seconds=ttl,
-            ),
-            destroy,
-            left_behind,
-        ) as sandbox,
-    ):
-        for directory, path in volumes:
-            bring(sandbox, directory, path)
-        code = follow(
-            sandbox, command, variables, workdir, timeout, as_json=as_json, interactive_=interactive_, tty=tty
-        )
+    with ExitStack() as stack:
+        pulls = stack.enter_context(pulling.opened(volumes if pull_changes else ()))
+        place = stack.enter_context(pulling.aside()) if pull_changes else None
+        result: dict[str, Any] = {}
+        with (
+            connect() as client,
+            signals.owning(
+                lambda: client.create(
+                    image,
+                    cpus=cpus,
+                    memory_mb=memory,
+                    pids_limit=pids,
+                    disk_mb=disk,
+                    network=network,
+                    read_only_rootfs=not writable,
+                    backend=backend,
+                    min_isolation=min_isolation,
+                    timeout_seconds=ttl,
+                    from_=from_,
+                ),
+                destroy,
+                left_behind,
+            ) as sandbox,
+        ):
+            for pull in pulls if from_ is not None else ():
+                _require_empty(sandbox, pull.path)
+            for at, (directory, path) in enumerate(volumes):
+                bring(sandbox, directory, path, pulls[at].sent if pulls else None)
+            code = follow(
+                sandbox,
+                command,
+                variables,
+                workdir,
+                timeout,
+                as_json=as_json,
+                interactive_=interactive_,
+                tty=tty,
+                told=result.update if pulls else output.data,
+            )
+            if place is not None:
+                take_back(sandbox, pulls, place)
+        if pulls:
+            code = writing_back.settle(pulls, code, yes=yes, result=result if as_json else None)
     raise typer.Exit(code)
 
 
@@ -169,8 +205,9 @@ def follow(
     as_json: bool = False,
     interactive_: bool = False,
     tty: bool = False,
+    told: Callable[[dict[str, Any]], object] = output.data,
 ) -> int:
-    """Run a command and write its output as it comes, or its whole result as JSON; return its exit code.
+    """Run a command and write its output as it comes, or have its whole result ``told``; return its exit code.
 
     Leaving early (a signal, a closed pipe) closes the stream, which ends the command with all its processes.
     """
@@ -179,7 +216,7 @@ def follow(
     if as_json:
         stdin = _standard_input() if interactive_ else None
         result = sandbox.exec(command, env=env, workdir=workdir, timeout_seconds=timeout, stdin=stdin)
-        output.data(dataclasses.asdict(result))
+        told(dataclasses.asdict(result))
         return result.exit_code
     with signals.deferred():
         execution = sandbox.start_exec(
@@ -193,15 +230,22 @@ def follow(
     return code
 
 
-def bring(sandbox: Sandbox, directory: Path, path: str) -> None:
-    """Copy a local directory into a new sandbox."""
+def bring(sandbox: Sandbox, directory: Path, path: str, sent: dict[str, Sent] | None = None) -> None:
+    """Copy a local directory into a new sandbox; ``sent`` gets what is in it."""
     from agent_sandbox.cli.packing import pack_directory, total_bytes
 
     with copying.progress() as done:
         done.expect(total_bytes(directory))
-        sandbox.upload_archive(path, pack_directory(directory, done))
+        sandbox.upload_archive(path, pack_directory(directory, done, sent))
     for name, reason in done.skipped[: copying.SHOWN]:
         output.note(f"left out {name}: {reason}")
+
+
+def take_back(sandbox: Sandbox, pulls: list[Pull], place: Path) -> None:
+    """Read what the directories have become in a sandbox, before it goes."""
+    for pull in pulls:
+        with copying.progress() as done, closing(sandbox.stream_archive(pull.path)) as pieces:
+            pulling.take_back(pull, pieces, place, done)
 
 
 def destroy(sandbox: Sandbox) -> None:
@@ -270,6 +314,25 @@ def _check_use(tty: bool, as_json: bool) -> None:
         raise typer.BadParameter("--json goes with no terminal")
     if tty:
         interactive.require_terminal()
+
+
+def _check_pull(pull_changes: bool, yes: bool, volumes: list[tuple[Path, str]]) -> None:
+    if yes and not pull_changes:
+        raise typer.BadParameter("--yes goes with --pull-changes")
+    if pull_changes and not volumes:
+        raise typer.BadParameter("--pull-changes needs a -v DIR to write to")
+    if pull_changes and len({path for _, path in volumes}) < len(volumes):
+        raise typer.BadParameter("with --pull-changes each -v needs a PATH of its own")
+
+
+def _require_empty(sandbox: Sandbox, path: str) -> None:
+    """What was there before would be taken for the command's work."""
+    try:
+        found = sandbox.list_files(path)
+    except NotFoundError:
+        return
+    if found:
+        raise ConflictError(f"{path} is not empty: with --from and --pull-changes say -v DIR:PATH with a new PATH")
 
 
 def _volume(text: str) -> tuple[Path, str]:

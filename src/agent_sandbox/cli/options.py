@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from agent_sandbox.cli import completion
+from agent_sandbox.types import IsolationClass
 
 SandboxId = Annotated[
     str, typer.Argument(metavar="SANDBOX", help="A sandbox's id.", autocompletion=completion.sandboxes)
@@ -27,6 +28,22 @@ Writable = Annotated[
     bool, typer.Option("--writable", help="Make the root filesystem writable; its changes are not kept.")
 ]
 Backend = Annotated[str | None, typer.Option("--backend", help="Which of the server's backends; the first else.")]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="What the workspace begins as: a snapshot's id, PROJECT (its newest layer), PROJECT@N, PROJECT:BRANCH, or"
+        " a commit's id; empty else.",
+        metavar="STATE",
+        autocompletion=completion.states,
+    ),
+]
+MinIsolation = Annotated[
+    IsolationClass | None,
+    typer.Option(
+        "--min-isolation", help="The weakest isolation that is enough; the first backend that has it is used."
+    ),
+]
 Ttl = Annotated[
     int | None, typer.Option("--ttl", help="Seconds until the sandbox is removed.", metavar="SECONDS", min=1)
 ]

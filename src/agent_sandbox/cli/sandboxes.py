@@ -36,11 +36,16 @@ def create(
     network: options.Network = False,
     writable: options.Writable = False,
     backend: options.Backend = None,
+    min_isolation: options.MinIsolation = None,
     env: options.Env = None,
     ttl: options.Ttl = None,
+    from_: options.From = None,
     as_json: options.Json = False,
 ) -> None:
-    """Create a sandbox and print its id. It is removed when its time is up."""
+    """Create a sandbox and print its id. It is removed when its time is up.
+
+    With --from its workspace begins as a state; everything else is as the other options say.
+    """
     with connect() as client:
         sandbox = client.create(
             image,
@@ -51,8 +56,10 @@ def create(
             network=network,
             read_only_rootfs=not writable,
             backend=backend,
+            min_isolation=min_isolation,
             timeout_seconds=ttl,
             env=options.environment(env),
+            from_=from_,
         )
     if as_json:
         output.data(sandbox.data)
@@ -67,11 +74,11 @@ def ls(as_json: options.Json = False) -> None:
     if as_json:
         output.data(found)
         return
-    names = ("id", "status", "image", "cpus", "memory_mb", "expires_at", "source_snapshot_id")
-    output.table(
-        ("ID", "STATUS", "IMAGE", "CPUS", "MEMORY MIB", "EXPIRES", "FROM"),
-        [output.fields(item, *names) for item in found],
-    )
+    names = ("id", "status", "image", "cpus", "memory_mb", "expires_at")
+    rows = [
+        [*output.fields(item, *names), item.get("source_snapshot_id") or item.get("source") or "-"] for item in found
+    ]
+    output.table(("ID", "STATUS", "IMAGE", "CPUS", "MEMORY MIB", "EXPIRES", "FROM"), rows)
 
 
 def inspect(

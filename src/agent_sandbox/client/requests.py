@@ -17,6 +17,7 @@ from agent_sandbox.client.call import (
     as_nothing,
     as_object,
     as_shape,
+    flag,
     given,
     new_key,
     post,
@@ -49,12 +50,14 @@ def create(
     read_only_rootfs: bool,
     env: Mapping[str, str] | None,
     metadata: Mapping[str, str] | None = None,
+    source: models.Snapshot | str | None = None,
     idempotency_key: str | None = None,
     **limits: Any,
 ) -> Call[dict[str, Any]]:
     """Create a sandbox; limits that are ``None`` are left to the server."""
     body = {"network": network, "read_only_rootfs": read_only_rootfs, "env": dict(env or {})}
-    body.update(given(image=image, metadata=dict(metadata) if metadata else None, **limits))
+    begin = source.id if isinstance(source, models.Snapshot) else source
+    body.update(given(image=image, metadata=dict(metadata) if metadata else None, **limits, **{"from": begin}))
     return post("/v1/sandboxes", body, as_object, idempotency_key=idempotency_key or new_key())
 
 
@@ -129,22 +132,29 @@ def longest_wait(timeout_seconds: float | None) -> float:
     return (LONGEST_EXEC_SECONDS if timeout_seconds is None else timeout_seconds) + SLACK_SECONDS
 
 
-def snapshot(sandbox_id: str, name: str | None, *, idempotency_key: str | None = None) -> Call[models.Snapshot]:
-    """Keep the workspace."""
+def snapshot(
+    sandbox_id: str, name: str | None, *, memory: bool = False, idempotency_key: str | None = None
+) -> Call[models.Snapshot]:
+    """Keep the workspace; with ``memory`` what runs in it as well."""
     path, key = sandbox_path(sandbox_id, "/snapshots"), idempotency_key or new_key()
-    return post(path, {"name": name}, as_shape(models.Snapshot), idempotency_key=key)
+    body = {"name": name} | ({"memory": True} if memory else {})
+    return post(path, body, as_shape(models.Snapshot), idempotency_key=key)
 
 
-def rollback(sandbox_id: str, snapshot: models.Snapshot | str) -> Call[dict[str, Any]]:
+def rollback(sandbox_id: str, snapshot: models.Snapshot | str, *, memory: bool | None = None) -> Call[dict[str, Any]]:
     """Go back to a snapshot."""
     if not _id(snapshot):
         raise InvalidRequestError("a snapshot's id must not be empty")
-    return post(sandbox_path(sandbox_id, "/rollback"), {"snapshot_id": _id(snapshot)}, as_object)
+    body = {"snapshot_id": _id(snapshot), **given(memory=memory)}
+    return post(sandbox_path(sandbox_id, "/rollback"), body, as_object)
 
 
-def list_snapshots(sandbox_id: str | None) -> Call[list[models.Snapshot]]:
+def list_snapshots(sandbox_id: str | None, auto: bool) -> Call[list[models.Snapshot]]:
     """List snapshots, of one sandbox or of all."""
-    path = "/v1/snapshots" + (f"?{urlencode({'sandbox_id': sandbox_id})}" if sandbox_id else "")
+    wanted = {"sandbox_id": sandbox_id} if sandbox_id else {}
+    if auto:
+        wanted["auto"] = flag(auto)
+    path = "/v1/snapshots" + (f"?{urlencode(wanted)}" if wanted else "")
     return Call("GET", path, as_list("snapshots", models.Snapshot.from_json))
 
 

@@ -38,9 +38,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from agent_sandbox.backends.base import Backend
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, SandboxError
 from agent_sandbox.manager.records import SnapshotRecord
 from agent_sandbox.manager.tasks import uninterrupted
+from agent_sandbox.types import SandboxSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,35 @@ def unusable(id: str, why: str) -> ConflictError:
         " (--no-memory)",
         details={"memory": False},
     )
+
+
+def resumes(snapshot: SnapshotRecord, asked: bool | None) -> bool:
+    """Tell whether a snapshot's processes are to go on: as ``asked``, and where it has them when nothing is asked.
+
+    :class:`ConflictError` when they are asked for and were not kept.
+    """
+    if asked and snapshot.memory_bytes is None:
+        raise ConflictError(f"snapshot {snapshot.id} was taken without memory: it has no processes to resume")
+    return snapshot.memory_bytes is not None if asked is None else asked
+
+
+def require_resumable(snapshot: SnapshotRecord, backend: Backend, spec: SandboxSpec) -> None:
+    """Raise :func:`unusable` where the processes of a snapshot cannot be those of an environment with this spec.
+
+    They keep what they were started with, so what they can see of it must be the same; memory may be more.
+    """
+    had = snapshot.spec
+    if backend.name != snapshot.backend:
+        raise unusable(snapshot.id, f"they are of backend {snapshot.backend!r}, not {backend.name!r}")
+    if not backend.capabilities.checkpoint:
+        raise unusable(snapshot.id, backend.capabilities.notes.get("checkpoint", "the backend has no checkpoints"))
+    if (had.image, had.image_digest) != (spec.image, spec.image_digest):
+        raise unusable(snapshot.id, f"they run on image {had.image!r} ({had.image_digest or 'not pinned'})")
+    for name in ("network", "read_only_rootfs", "uid", "gid"):
+        if getattr(had, name) != getattr(spec, name):
+            raise unusable(snapshot.id, f"they were started with {name} {getattr(had, name)!r}")
+    if spec.memory_mb < had.memory_mb:
+        raise unusable(snapshot.id, f"they may need the {had.memory_mb} MiB of memory_mb that they were started with")
 
 
 class Making:

@@ -27,12 +27,13 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.manager.checkpoints import Checkpoints
 from agent_sandbox.manager.entries import HOLD_SECONDS, Entry, stopped
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from agent_sandbox.manager.snapshots import SnapshotFiles
@@ -65,6 +66,7 @@ class Fleet:
         self.clock = clock
         self.state = StateStore(settings.data_dir / "state.db")
         self.files = SnapshotFiles(settings.data_dir / "snapshots")
+        self.checkpoints = Checkpoints(settings.data_dir / "checkpoints")
         self.workspaces = Workspaces(settings.data_dir, settings.checkout_cache_mb << 20, self._layers_in_use)
         self.tasks = Tasks()
         self.entries: dict[str, Entry] = {}
@@ -83,7 +85,7 @@ class Fleet:
         """Open the state, start the backends, and put records and environments in accord.
 
         :class:`ConflictError` when another server has the DATA_DIR or a newer one wrote it; :class:`BackendError`
-        when the default backend cannot start.
+        when no backend can start: one that is down does not stop the others.
         """
         await asyncio.to_thread(prepare_data_dir, self.settings.data_dir)
         await asyncio.to_thread(self._lock.acquire)
@@ -91,6 +93,7 @@ class Fleet:
             await self.state.open()
             in_store = {item.id for item in await self.state.list_snapshots(None) if item.commit is not None}
             await self.files.start(await self.state.snapshot_ids() - in_store)
+            await self.checkpoints.start(await self.state.snapshot_ids())
             for row in await self.state.load_sandboxes():
                 if row.record is None:
                     self.unreadable[row.id] = row
@@ -103,10 +106,12 @@ class Fleet:
                 try:
                     await self._bring_up(name)
                 except SandboxError as error:
-                    if name == self.default:
+                    if len(self.backends) == 1:
                         raise
                     self._down[name] = error.message
                     log.warning("backend %s is down: %s", name, error)
+            if len(self._down) == len(self.backends):
+                raise BackendError(f"no backend is up; {self.default}: {self._down[self.default]}")
             await self.workspaces.start(await self.state.snapshot_ids(), {*self.entries, *self.unreadable})
         except BaseException:
             self.tasks.cancel()
@@ -137,6 +142,11 @@ class Fleet:
     async def settle(self) -> None:
         """Wait until no removal is under way in the background."""
         await self.tasks.settle()
+
+    @property
+    def down(self) -> Collection[str]:
+        """The backends that have not come up yet. One that came up and fails later says so on every call."""
+        return self._down.keys()
 
     def backend(self, name: str) -> Backend:
         """Give a backend that is up. :class:`BackendError` says why it is not."""
@@ -213,6 +223,12 @@ class Fleet:
 
     def _held(self, entry: Entry) -> float:
         return min(entry.record.latest_at, self.clock() + HOLD_SECONDS)
+
+    async def learn(self, entry: Entry) -> None:
+        """Learn which commands go on in an environment that was restored: they keep it as if they began here."""
+        entry.kept.clear()
+        entry.asked = False
+        await self._ask(entry)
 
     async def _ask(self, entry: Entry) -> None:
         """Learn from the daemon which kept commands run; where it does not say, what was known stays."""
@@ -427,6 +443,10 @@ class Fleet:
         return taken
 
     async def _layers_in_use(self) -> set[str]:
+        used = {entry.record.backend for entry in self.entries.values()}
+        used |= {row.backend for row in self.unreadable.values()}
+        if unknown := sorted(used - set(self.backends)):
+            raise BackendError(f"there are sandboxes of backend {unknown[0]!r}, which is not configured any more")
         found: set[str] = set()
         for name, backend in self.backends.items():
             if name in self._down:
@@ -504,6 +524,7 @@ class Fleet:
             except SandboxError as error:
                 log.warning("closing backend %s: %s", name, error)
         await self.workspaces.close()
+        await self.checkpoints.close()
         await self.state.close()
         await asyncio.to_thread(self._lock.release)
 

@@ -22,10 +22,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from pathlib import Path
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, InvalidRequestError
+from agent_sandbox.errors import BackendError, InvalidRequestError, UnsupportedError
 from agent_sandbox.manager.pipe import Pipe
 from agent_sandbox.manager.workspaces import Outcome, Source, Workspaces
-from agent_sandbox.store import Store
+from agent_sandbox.store import Store, Upper
 from agent_sandbox.store.ports import Progress
 from agent_sandbox.store.tarinput import Limits
 from agent_sandbox.types import ExportReport, HeldWorkspace, SandboxSpec
@@ -45,24 +45,31 @@ class Keeping(abc.ABC):
         self.workspaces = workspaces
 
     @abc.abstractmethod
-    def held(self, env_id: str, limit: int) -> AbstractAsyncContextManager[Source]:
+    def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AbstractAsyncContextManager[Source]:
         """Give the workspace of a running environment, to be read once while the block runs.
 
-        ``limit`` is in bytes of its files.
+        ``limit`` is in bytes of its files. ``memory`` is the directory for a checkpoint of the same moment, which is
+        there when the block was left without an error; of backends with layers and checkpoints.
         """
 
     @abc.abstractmethod
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """Make an environment whose workspace is a state; ``limit`` is no less than the bytes of its files."""
 
+    async def resume(self, env_id: str, spec: SandboxSpec, commit: str, memory: str) -> None:
+        """Make an environment of a state and the checkpoint of the same moment in ``memory``."""
+        raise UnsupportedError("checkpoint", self.backend.name)
+
 
 class Layered(Keeping):
     """The workspace is a directory on this host."""
 
     @asynccontextmanager
-    async def held(self, env_id: str, limit: int) -> AsyncIterator[Source]:
+    async def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AsyncIterator[Source]:
         """Every process stands still while the block runs."""
-        async with self.backend.hold_workspace(env_id) as held:
+        backend = self.backend
+        still = backend.hold_workspace(env_id) if memory is None else backend.checkpoint(env_id, memory)
+        async with still as held:
             yield from_directory(held)
 
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
@@ -70,13 +77,20 @@ class Layered(Keeping):
         async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
             await self.backend.create_from(env_id, spec, workspace)
 
+    async def resume(self, env_id: str, spec: SandboxSpec, commit: str, memory: str) -> None:
+        """The processes find the files that they had."""
+        async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
+            await self.backend.restore(env_id, spec, workspace, memory)
+
 
 class Streamed(Keeping):
     """The workspace comes and goes as an archive, which the sandbox's daemon makes and reads."""
 
     @asynccontextmanager
-    async def held(self, env_id: str, limit: int) -> AsyncIterator[Source]:
+    async def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AsyncIterator[Source]:
         """The export begins at once, goes as far as the pipe holds, and ends with the block."""
+        if memory is not None:
+            raise UnsupportedError("checkpoint", self.backend.name)
         pipe = Pipe()
         reports: list[ExportReport] = []
 
@@ -88,7 +102,7 @@ class Streamed(Keeping):
                 raise
             pipe.end()
 
-        def read(store: Store, branch: str, progress: Progress) -> Outcome:
+        def read(store: Store, branch: str, progress: Progress, _: bytes | None) -> Outcome:
             limits = Limits(bytes=2 * limit + _SLACK, memory=_NAMES)
             try:
                 kept = store.import_tar(branch, pipe.reader(progress), limits=limits, progress=progress)
@@ -124,7 +138,8 @@ def keeping(backend: Backend, workspaces: Workspaces) -> Keeping:
 def from_directory(held: HeldWorkspace) -> Source:
     """Read a workspace that is held still."""
 
-    def read(store: Store, branch: str, progress: Progress) -> Outcome:
-        return store.commit(branch, Path(held.path), fresh=held.mapped, progress=progress), None
+    def read(store: Store, branch: str, progress: Progress, below: bytes | None) -> Outcome:
+        upper = Upper(Path(held.upper), below) if held.upper and below else None
+        return store.commit(branch, Path(held.path), fresh=held.mapped, upper=upper, progress=progress), None
 
     return Source(read)

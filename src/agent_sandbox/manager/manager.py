@@ -23,12 +23,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
-from agent_sandbox.errors import BackendError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
+from agent_sandbox.manager.checkpoints import require_resumable, resumes, unusable
 from agent_sandbox.manager.clock import SteadyClock
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
@@ -52,6 +54,8 @@ from agent_sandbox.types import SandboxSpec
 _T = TypeVar("_T")
 
 _PING_SECONDS = 5.0
+_FIRST_PING_SECONDS = 2.0
+"""How long a backend may take before the next one is asked, while somebody waits for one that answers."""
 
 
 class Manager(Commands, Files, Merging):
@@ -97,7 +101,7 @@ class Manager(Commands, Files, Merging):
         """
         with self._active():
             known = {name: backend.capabilities for name, backend in self._fleet.backends.items()}
-            name = policy.choose_backend(options, known)
+            name = policy.choose_backend(options, known, down=self._fleet.down, allow_tcg=self._settings.allow_tcg)
             spec = policy.build_spec(options, self._settings, name, known[name])
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
             return await self._launch(name, spec, ttl, None, policy.labels(options.metadata))
@@ -105,15 +109,22 @@ class Manager(Commands, Files, Merging):
     async def fork(self, snapshot_id: str, options: ForkOptions) -> SandboxRecord:
         """Create a sandbox from a snapshot: its spec with ``options`` over it, its workspace, a new time to live.
 
-        Errors as of :meth:`create`; :class:`NotFoundError` also when the snapshot's image is no longer there. Where it
-        was pinned, its content counts, not what its name leads to now.
+        Errors as of :meth:`create`; :class:`NotFoundError` also when the snapshot's image is no longer there, or not on
+        the backend that is asked for. Where it was pinned, its content counts, not what its name leads to now.
+        :class:`ConflictError` where its processes are to go on and cannot.
         """
         with self._active():
+            if options.backend is not None and options.backend not in self._fleet.backends:
+                raise policy.unknown_backend(self._fleet.backends)
             snapshot = await self._fleet.in_store(snapshot_id)
-            capabilities = self._fleet.backend(snapshot.backend).capabilities
-            spec = policy.fork_spec(snapshot.spec, options, self._settings, snapshot.backend, capabilities)
+            name = options.backend or snapshot.backend
+            backend = self._fleet.backend(name)
+            spec = policy.fork_spec(snapshot.spec, options, self._settings, name, backend.capabilities)
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
-            return await self._launch(snapshot.backend, spec, ttl, snapshot, policy.labels(options.metadata))
+            memory = resumes(snapshot, options.memory)
+            if memory:
+                require_resumable(snapshot, backend, spec)
+            return await self._launch(name, spec, ttl, snapshot, policy.labels(options.metadata), memory=memory)
 
     async def get(self, id: str) -> SandboxRecord:
         """Give one sandbox, with ``running`` as the backend sees it now."""
@@ -216,17 +227,26 @@ class Manager(Commands, Files, Merging):
 
     # Snapshots
 
-    async def snapshot(self, id: str, name: str | None = None) -> SnapshotRecord:
+    async def snapshot(self, id: str, name: str | None = None, *, memory: bool = False) -> SnapshotRecord:
         """Keep the workspace as it is. When it returns, the snapshot survives ``kill -9`` and a power loss.
 
+        With ``memory`` what its processes have in memory is kept as well, as of the same moment; they go on. Whoever
+        reads a command's output or is in a terminal at that moment is cut off, and can attach again.
+        :class:`UnsupportedError` where the backend cannot, :class:`ConflictError` for what cannot be kept.
         :class:`PayloadTooLargeError` above MAX_SNAPSHOT_BYTES; :class:`LimitExceededError` when the disk is full. On
         failure nothing is left; a call that is cancelled in its last moment may leave the finished snapshot.
         """
         name = policy.snapshot_name(name)
         with self._active():
-            return await self._fleet.tasks.own(self._take(self._fleet.find(id), name), f"snapshot {id}")
+            entry = self._fleet.find(id)
+            if memory:
+                backend = self._fleet.backend(entry.record.backend)
+                known = backend.capabilities
+                if not (known.checkpoint and known.layered_workspace):
+                    raise UnsupportedError("checkpoint", backend.name, known.notes.get("checkpoint", ""))
+            return await self._fleet.tasks.own(self._take(entry, name, memory), f"snapshot {id}")
 
-    async def _take(self, entry: Entry, name: str | None) -> SnapshotRecord:
+    async def _take(self, entry: Entry, name: str | None, memory: bool) -> SnapshotRecord:
         async with entry.exclusive("use"), entry.gate.closed():
             record, backend = entry.record, self._fleet.backend(entry.record.backend)
             if not record.running:
@@ -234,9 +254,19 @@ class Manager(Commands, Files, Merging):
             id, limit = new_id("snap"), self._settings.max_snapshot_bytes
             created_at = self._clock()
             source = await self._source_commit(record)
+            kept, memory_bytes = keeping(backend, self._fleet.workspaces), None
             try:
-                async with keeping(backend, self._fleet.workspaces).held(record.env_id, limit) as workspace:
-                    taken = await self._fleet.workspaces.take(record.id, id, source, workspace, limit)
+                async with AsyncExitStack() as stack:
+                    making = None
+                    if memory:
+                        making = await stack.enter_async_context(
+                            self._fleet.checkpoints.making(id, record.spec.memory_mb, self._settings.min_free_mb)
+                        )
+                    state = None if making is None else making.state
+                    async with kept.held(record.env_id, limit, memory=state) as workspace:
+                        taken = await self._fleet.workspaces.take(record.id, id, source, workspace, limit)
+                    if making is not None:
+                        memory_bytes = await self._fleet.checkpoints.keep(making, record.backend, taken.commit)
             except BaseException:
                 with contextlib.suppress(SandboxError):  # it may have been kept just when the call was cancelled
                     await uninterrupted(self._fleet.workspaces.drop(id))
@@ -253,6 +283,7 @@ class Manager(Commands, Files, Merging):
                 skipped=taken.skipped(),
                 skipped_total=taken.skipped_total,
                 commit=taken.commit,
+                memory_bytes=memory_bytes,
             )
             await uninterrupted(self._keep(snapshot))
             return snapshot
@@ -279,6 +310,7 @@ class Manager(Commands, Files, Merging):
 
     async def _remove_content(self, id: str) -> None:
         await self._fleet.files.delete(id)
+        await self._fleet.checkpoints.delete(id)
         await self._fleet.workspaces.drop(id)
 
     async def list_snapshots(self, sandbox_id: str | None = None) -> list[SnapshotRecord]:
@@ -302,23 +334,32 @@ class Manager(Commands, Files, Merging):
         await self._fleet.state.delete_snapshot(id)
         await self._remove_content(id)
 
-    async def rollback(self, id: str, snapshot_id: str) -> SandboxRecord:
+    async def rollback(self, id: str, snapshot_id: str, *, memory: bool | None = None) -> SandboxRecord:
         """Put a snapshot's workspace in place of a sandbox's; every process in it ends. Id, spec, expiry and env stay.
 
-        Any failure leaves the sandbox as it was, its processes included.
+        The snapshot's processes go on where it has them, unless ``memory`` is false; :class:`ConflictError` when they
+        cannot. Any failure leaves the sandbox as it was, its processes included.
         """
         with self._active():
             entry = self._fleet.find(id)
             snapshot = await self._fleet.in_store(snapshot_id)
-            return await self._fleet.tasks.own(self._roll_back(entry, snapshot), f"rollback {id}")
+            return await self._fleet.tasks.own(self._roll_back(entry, snapshot, memory), f"rollback {id}")
 
-    async def _roll_back(self, entry: Entry, snapshot: SnapshotRecord) -> SandboxRecord:
+    async def _roll_back(self, entry: Entry, snapshot: SnapshotRecord, asked: bool | None) -> SandboxRecord:
         async with entry.exclusive("rollback"), entry.gate.closed():
-            await self._swap(entry, snapshot)
+            memory = resumes(snapshot, asked)
+            if memory:
+                require_resumable(snapshot, self._fleet.backend(entry.record.backend), entry.record.spec)
+            await self._swap(entry, snapshot, memory=memory)
             return entry.record
 
     async def _swap(
-        self, entry: Entry, snapshot: SnapshotRecord, ready: Callable[[], Awaitable[None]] | None = None
+        self,
+        entry: Entry,
+        snapshot: SnapshotRecord,
+        ready: Callable[[], Awaitable[None]] | None = None,
+        *,
+        memory: bool = False,
     ) -> None:
         """Put an environment that begins as a snapshot in place; ``ready`` comes between its being made and that."""
         backend = self._fleet.backend(entry.record.backend)
@@ -327,13 +368,16 @@ class Manager(Commands, Files, Merging):
         new = f"{entry.record.id}-{entry.environments}"
         try:
             await uninterrupted(entry.commit(self._fleet.state, "rollback"))
-            await self._make(backend, new, entry.record.spec, snapshot)
+            await self._make(backend, new, entry.record.spec, snapshot, memory)
             if ready is not None:
                 await ready()
             await uninterrupted(
                 entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
             )
+            entry.kept.clear()
             await self._fleet.workspaces.moved(entry.record.id, snapshot.commit or "")
+            if memory:
+                await self._fleet.learn(entry)
         finally:
             is_swapped = entry.record.env_id == new
             if entry.state == "rolling_back":
@@ -344,9 +388,23 @@ class Manager(Commands, Files, Merging):
 
     # Health
 
-    async def ping(self) -> None:
-        """Raise :class:`BackendError` when the default backend does not answer."""
-        await self._fleet.backend(self._fleet.default).ping()
+    async def ping(self) -> str:
+        """Give the name of the first backend that answers, the default before the others.
+
+        What is wrong with the default is raised when none does: :class:`BackendError`.
+        """
+        first: BackendError | None = None
+        for name in self._fleet.backends:
+            try:
+                async with asyncio.timeout(_FIRST_PING_SECONDS):
+                    await self._fleet.backend(name).ping()
+                return name
+            except TimeoutError:
+                first = first or BackendError(f"backend {name!r} did not answer within {_FIRST_PING_SECONDS:g} seconds")
+            except BackendError as error:
+                first = first or error
+        assert first is not None
+        raise first
 
     async def describe_backends(self) -> list[BackendStatus]:
         """Give every configured backend, the default first, with its capabilities and whether it answers now."""
@@ -360,7 +418,8 @@ class Manager(Commands, Files, Merging):
                 message = error.message
             except TimeoutError:
                 message = f"no answer within {_PING_SECONDS:g} seconds"
-            return BackendStatus(name, name == self._fleet.default, backend.capabilities, not message, message)
+            is_default, known = name == self._fleet.default, backend.capabilities
+            return BackendStatus(name, is_default, known, not message, message, backend.versions)
 
         return list(await asyncio.gather(*(describe(name, backend) for name, backend in self._fleet.backends.items())))
 
@@ -377,7 +436,14 @@ class Manager(Commands, Files, Merging):
     # Inside
 
     async def _launch(
-        self, name: str, spec: SandboxSpec, ttl: int, snapshot: SnapshotRecord | None, metadata: Mapping[str, str]
+        self,
+        name: str,
+        spec: SandboxSpec,
+        ttl: int,
+        snapshot: SnapshotRecord | None,
+        metadata: Mapping[str, str],
+        *,
+        memory: bool = False,
     ) -> SandboxRecord:
         backend = self._fleet.backend(name)
         try:
@@ -385,8 +451,10 @@ class Manager(Commands, Files, Merging):
         except NotFoundError as error:
             if not spec.image_digest:
                 raise
-            gone = f"the image {spec.image!r} ({spec.image_digest}) of the snapshot is no longer there; import it again"
-            raise NotFoundError(gone) from error
+            image_is = f"the image {spec.image!r} ({spec.image_digest}) of the snapshot is"
+            if snapshot is not None and snapshot.backend != name:
+                raise NotFoundError(f"{image_is} not on backend {name!r}; import or pull it there") from error
+            raise NotFoundError(f"{image_is} no longer there; import it again") from error
         spec = policy.pin(spec, image)
         await self._fleet.make_room()
         id, now = new_id("sb"), self._clock()
@@ -406,24 +474,26 @@ class Manager(Commands, Files, Merging):
             )
         )
         try:
-            return await self._fleet.tasks.own(self._build(entry, ttl, snapshot), f"create {id}")
+            return await self._fleet.tasks.own(self._build(entry, ttl, snapshot, memory), f"create {id}")
         except asyncio.CancelledError:
             # It may have become ready in the same moment, and the caller will never learn its id.
             if not entry.gone:
                 self._fleet.begin_destroy(entry)
             raise
 
-    async def _build(self, entry: Entry, ttl: int, snapshot: SnapshotRecord | None) -> SandboxRecord:
+    async def _build(self, entry: Entry, ttl: int, snapshot: SnapshotRecord | None, memory: bool) -> SandboxRecord:
         try:
             async with entry.exclusive("make"):
                 await uninterrupted(self._fleet.state.put_sandbox(entry.record, entry.environments))
                 backend = self._fleet.backend(entry.record.backend)
-                await self._make(backend, entry.record.env_id, entry.record.spec, snapshot)
+                await self._make(backend, entry.record.env_id, entry.record.spec, snapshot, memory)
                 now = self._clock()
                 latest = now + self._settings.max_timeout_seconds
                 await uninterrupted(
                     entry.commit(self._fleet.state, "ready", expires_at=now + ttl, latest_at=latest, running=True)
                 )
+                if memory:
+                    await self._fleet.learn(entry)
                 return entry.record
         except BaseException:
             # Nobody was told the id, or somebody asked for its end: that holds also when it was ready already.
@@ -431,9 +501,22 @@ class Manager(Commands, Files, Merging):
                 await asyncio.wait([self._fleet.begin_destroy(entry)])
             raise
 
-    async def _make(self, backend: Backend, env_id: str, spec: SandboxSpec, snapshot: SnapshotRecord | None) -> None:
+    async def _make(
+        self,
+        backend: Backend,
+        env_id: str,
+        spec: SandboxSpec,
+        snapshot: SnapshotRecord | None,
+        memory: bool,
+    ) -> None:
         if snapshot is None:
             await backend.create(env_id, spec)
+        elif memory:
+            async with self._fleet.checkpoints.use(snapshot) as place:
+                try:
+                    await keeping(backend, self._fleet.workspaces).resume(env_id, spec, require_commit(snapshot), place)
+                except ConflictError as error:
+                    raise unusable(snapshot.id, error.message) from error
         else:
             commit, limit = require_commit(snapshot), max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
             await keeping(backend, self._fleet.workspaces).begin(env_id, spec, commit, limit)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -78,7 +78,10 @@ _MIN_DISK_MB = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CreateOptions:
-    """What a caller asks of a new sandbox; ``None`` means the server's default. Cores, MiB, seconds."""
+    """What a caller asks of a new sandbox; ``None`` means the server's default. Cores, MiB, seconds.
+
+    ``source`` and ``project`` say what its workspace begins as (see ``projects.py``); it is empty without.
+    """
 
     image: str | None = None
     cpus: float | None = None
@@ -92,46 +95,68 @@ class CreateOptions:
     backend: str | None = None
     min_isolation: IsolationClass | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    project: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForkOptions:
-    """What a fork has otherwise than the snapshot's spec; ``None`` means the same. Time to live and labels are new."""
+    """What a fork has otherwise than the snapshot's spec; ``None`` means the same. Time to live and labels are new.
+
+    ``memory`` says whether the snapshot's processes go on in it; ``None``: where it has them.
+    """
 
     timeout_seconds: int | None = None
     network: bool | None = None
     cpus: float | None = None
     memory_mb: int | None = None
+    backend: str | None = None
+    memory: bool | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def satisfies(capabilities: Capabilities, asked: IsolationClass) -> bool:
+def satisfies(capabilities: Capabilities, asked: IsolationClass, *, allow_tcg: bool = False) -> bool:
     """Tell whether a backend isolates at least as well as ``asked``.
 
     A machine under software emulation (``vm`` without ``accelerated``) is no security boundary and counts as
-    ``process``.
+    ``process``, unless the operator set ``allow_tcg``.
     """
-    is_boundary = capabilities.isolation != "vm" or capabilities.accelerated
+    is_boundary = capabilities.isolation != "vm" or capabilities.accelerated or allow_tcg
     return (_RANK[capabilities.isolation] if is_boundary else _RANK["process"]) >= _RANK[asked]
 
 
-def choose_backend(options: CreateOptions, backends: Mapping[str, Capabilities]) -> str:
+def choose_backend(
+    options: CreateOptions,
+    backends: Mapping[str, Capabilities],
+    *,
+    down: Collection[str] = (),
+    allow_tcg: bool = False,
+) -> str:
     """Give the name of the backend to use: the one asked for, or the first that isolates well enough.
 
-    ``backends`` is in the operator's order. :class:`InvalidRequestError` for an unknown name or class;
-    :class:`UnsupportedError` when none (or not the one asked for) isolates well enough.
+    ``backends`` is in the operator's order. Of several that isolate as well as ``min_isolation`` asks, one that is up
+    goes before those that are ``down``; without it the default is meant, up or down: another may be weaker.
+    :class:`InvalidRequestError` for an unknown name or class; :class:`UnsupportedError` when none (or not the one asked
+    for) isolates well enough.
     """
     asked = options.min_isolation
     if asked is not None and asked not in _RANK:
         raise InvalidRequestError(f"min_isolation is one of {', '.join(_RANK)}", details={"field": "min_isolation"})
     if options.backend is not None and options.backend not in backends:
-        raise InvalidRequestError(f"backend is one of {', '.join(backends)}", details={"field": "backend"})
+        raise unknown_backend(backends)
     candidates = [options.backend] if options.backend is not None else list(backends)
-    for name in candidates:
-        if asked is None or satisfies(backends[name], asked):
-            return name
+    if asked is None:
+        return candidates[0]
+    fit = [name for name in candidates if satisfies(backends[name], asked, allow_tcg=allow_tcg)]
+    if fit:
+        return next((name for name in fit if name not in down), fit[0])
     reason = "its isolation is weaker" if options.backend is not None else "no configured backend isolates as well"
     raise UnsupportedError(f"min_isolation {asked}", candidates[0], reason)
+
+
+def unknown_backend(backends: Collection[str]) -> InvalidRequestError:
+    """Say which backends there are."""
+    return InvalidRequestError(f"backend is one of {', '.join(backends)}", details={"field": "backend"})
 
 
 def build_spec(options: CreateOptions, settings: Settings, backend: str, capabilities: Capabilities) -> SandboxSpec:

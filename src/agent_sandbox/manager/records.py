@@ -14,6 +14,8 @@ import dataclasses
 import json
 import math
 import re
+import secrets
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -29,6 +31,8 @@ SNAPSHOT_VERSION = 3
 """2: with ``commit``; 3: with ``auto`` and ``memory_bytes``."""
 
 _T = TypeVar("_T")
+_ID_ALPHABET = string.ascii_lowercase + string.digits
+_ID_LENGTH = 16  # 82 bits: not to be guessed, and never met twice
 
 
 class UnreadableRecordError(BackendError):
@@ -128,13 +132,22 @@ class SandboxStats:
 
 @dataclass(frozen=True)
 class BackendStatus:
-    """One configured backend, as ``GET /v1/backends`` shows it; ``message`` says what to do when it is not healthy."""
+    """One configured backend, as ``GET /v1/backends`` shows it; ``message`` says what to do when it is not healthy.
+
+    ``versions`` are those of what it runs on.
+    """
 
     name: str
     default: bool
     capabilities: Capabilities
     healthy: bool
     message: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def new_id(prefix: str) -> str:
+    """Make an id that nobody else has or can guess."""
+    return prefix + "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_LENGTH))
 
 
 def encode_sandbox(record: SandboxRecord) -> str:

@@ -33,7 +33,7 @@ class _Reply:
 
 @dataclass(frozen=True, kw_only=True)
 class Health(_Reply):
-    """The server and its default backend answer."""
+    """The server and ``backend`` answer: the default one, or the first of the others that does."""
 
     status: Literal["ok"]
     backend: str
@@ -45,8 +45,9 @@ class Sandbox(_Reply):
     """One sandbox. ``cpus`` is in cores, sizes in MiB.
 
     ``status`` says whether commands can run; ``state`` is the exact state: ``running``, ``stopped``, or what is under
-    way (``creating``, ``rolling_back``, ``destroying``). ``backend``, ``disk_mb``, ``state`` and ``metadata`` go beyond
-    the first contract and are absent on servers that know only that.
+    way (``creating``, ``rolling_back``, ``destroying``). ``source`` says what the workspace was created from, as a
+    reference, and ``project`` the project that this is of. ``backend`` and what follows it go beyond the first contract
+    and are absent on servers that know only that.
     """
 
     id: str
@@ -64,6 +65,8 @@ class Sandbox(_Reply):
     disk_mb: int = 0
     state: str = ""
     metadata: dict[str, str] = field(default_factory=dict)
+    project: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +294,9 @@ class FileList:
 class Snapshot(_Reply):
     """One snapshot. ``size_bytes`` counts the bytes of its regular files, holes left out.
 
-    ``backend``, ``stored_bytes`` (on the server's disk) and ``skipped_total`` (how many paths, such as sockets, could
-    not be captured) go beyond the first contract.
+    ``backend``, ``stored_bytes`` (on the server's disk), ``skipped_total`` (how many paths, such as sockets, could not
+    be captured), ``memory`` (whether its processes are kept), ``memory_bytes`` (what they take on the server's disk) and
+    ``auto`` (whether a rollback made it, of what it replaced) go beyond the first contract.
     """
 
     id: str
@@ -304,6 +308,9 @@ class Snapshot(_Reply):
     backend: str = ""
     stored_bytes: int = 0
     skipped_total: int = 0
+    memory: bool = False
+    memory_bytes: int = 0
+    auto: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,6 +437,49 @@ class MergeResult(_WithItems):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layer(_Reply):
+    """A published state of a project; ``created_at`` is when the state was made."""
+
+    number: int
+    commit: str
+    created_at: Timestamp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project(_WithItems):
+    """A project: a name over a line of layers. ``layers`` are the newest of its ``layer_count``, newest first."""
+
+    _items = ("layers", Layer)
+
+    name: str
+    created_at: Timestamp
+    layer_count: int
+    layers: list[Layer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectList:
+    """Every project by name, each with its newest layer."""
+
+    projects: list[Project]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAdded(_Reply):
+    """``created`` a layer, or ``up_to_date``: the state was that layer already, and nothing was changed."""
+
+    outcome: Literal["created", "up_to_date"]
+    layer: Layer
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        layer = data.get("layer")
+        if not isinstance(layer, Mapping):
+            raise ValidationError("the server's reply has no 'layer'")
+        return super().from_json({**data, "layer": Layer.from_json(layer)})
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendCapabilities(_Reply):
     """What a backend can do on this machine. ``enforces`` names the limits that really hold; ``notes`` says why not."""
 
@@ -450,13 +500,17 @@ class BackendCapabilities(_Reply):
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(_Reply):
-    """One backend of the server; ``message`` says what is wrong when it is not healthy."""
+    """One backend of the server; ``message`` says what is wrong when it is not healthy.
+
+    ``versions`` are those of what it runs on, such as its runtime.
+    """
 
     name: str
     default: bool
     healthy: bool
     message: str
     capabilities: BackendCapabilities
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

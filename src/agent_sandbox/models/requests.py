@@ -30,9 +30,13 @@ class SandboxCreate:
 
     ``cpus`` is in cores, sizes in MiB, ``timeout_seconds`` the time to live. ``backend`` names one of the server's
     backends; ``min_isolation`` asks for at least this class. ``metadata`` are labels of the caller's own.
+
+    ``from`` (``from_`` here) is what the workspace begins as: a snapshot's id, ``NAME`` (the newest layer of a
+    project), ``NAME@N`` (its layer ``N``), ``NAME:BRANCH``, or a commit's id; it is empty else. With ``project`` alone
+    it begins as that project's newest layer; ``from`` beside it may be ``N`` or the name of a branch.
     """
 
-    __pydantic_config__ = _REFUSE_UNKNOWN
+    __pydantic_config__ = _WITHOUT_UNDERSCORE
 
     image: Str | None = None
     cpus: Annotated[float, Number(gt=0)] | None = None
@@ -46,6 +50,8 @@ class SandboxCreate:
     backend: Str | None = None
     min_isolation: IsolationClass | None = None
     metadata: Annotated[dict[str, str], Labels()] = field(default_factory=dict)
+    project: Str | None = None
+    from_: Str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,25 +164,30 @@ class ChmodRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotCreate:
-    """A label for the new snapshot."""
+    """A label for the new snapshot. With ``memory`` its processes are kept as well, where the backend can do that."""
 
     __pydantic_config__ = _REFUSE_UNKNOWN
 
     name: Annotated[str, Text(MAX_NAME_LENGTH)] | None = None
+    memory: Bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackRequest:
-    """The snapshot to go back to; it may be another sandbox's."""
+    """The snapshot to go back to; it may be another sandbox's.
+
+    ``memory`` says whether its processes go on from where they were; absent: where the snapshot has them.
+    """
 
     __pydantic_config__ = _REFUSE_UNKNOWN
 
     snapshot_id: Str
+    memory: Bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRequest:
-    """The snapshot whose changes are brought into the sandbox."""
+    """The snapshot whose changes are brought into the sandbox; any reference to a state will do, such as ``NAME@N``."""
 
     __pydantic_config__ = _REFUSE_UNKNOWN
 
@@ -184,8 +195,22 @@ class MergeRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerCreate:
+    """The state that becomes the next layer: a sandbox's or snapshot's id, or a reference as in
+    :class:`SandboxCreate`; JSON's ``from`` is ``from_`` here."""
+
+    __pydantic_config__ = _WITHOUT_UNDERSCORE
+
+    from_: Str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForkRequest:
-    """What the new sandbox shall have otherwise than the snapshot's; what is absent is the same."""
+    """What the new sandbox shall have otherwise than the snapshot's; what is absent is the same.
+
+    ``memory`` says whether the snapshot's processes go on in it; absent: where the snapshot has them. They do so on the
+    same ``backend`` and with the same limits only.
+    """
 
     __pydantic_config__ = _REFUSE_UNKNOWN
 
@@ -193,4 +218,6 @@ class ForkRequest:
     network: Bool | None = None
     cpus: Annotated[float, Number(gt=0)] | None = None
     memory_mb: Annotated[int, Number(ge=16)] | None = None
+    backend: Str | None = None
+    memory: Bool | None = None
     metadata: Annotated[dict[str, str], Labels()] = field(default_factory=dict)

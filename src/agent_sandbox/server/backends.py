@@ -16,7 +16,7 @@ router = routing.router("backends")
 
 @router.get("/backends", response_model=models.BackendList, responses=common())
 async def list_backends(request: Request) -> Response:
-    """List the backends with their capabilities and health, the default one first."""
+    """List the backends with their capabilities, health and versions, the default one first."""
     described = await manager_of(request).describe_backends()
     shown = [
         models.Backend(
@@ -25,6 +25,7 @@ async def list_backends(request: Request) -> Response:
             healthy=one.healthy,
             message=one.message,
             capabilities=views.capabilities(one.capabilities),
+            versions=dict(one.versions),
         )
         for one in described
     ]

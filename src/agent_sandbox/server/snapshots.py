@@ -10,7 +10,7 @@ from starlette.responses import Response
 from agent_sandbox import models
 from agent_sandbox.manager import ForkOptions
 from agent_sandbox.server import routing, views
-from agent_sandbox.server.codec import JsonReply, query
+from agent_sandbox.server.codec import JsonReply, boolean, parameter, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
 from agent_sandbox.server.idempotency import KEY_HEADER, once
@@ -24,6 +24,7 @@ _SANDBOX_ID: dict[str, Any] = {
     "description": "Only the snapshots of this sandbox.",
     "schema": {"type": "string"},
 }
+_AUTO = parameter("auto", "With those that rollbacks made of what they replaced.", type="boolean", default=False)
 
 
 @router.post(
@@ -34,10 +35,11 @@ _SANDBOX_ID: dict[str, Any] = {
     openapi_extra={"parameters": [KEY_HEADER]},
 )
 async def create_snapshot(sandbox_id: str, request: Request, body: models.SnapshotCreate | None = None) -> Response:
-    """Keep the state of the workspace. Once this returns, a crash does not lose it."""
+    """Keep the state of the workspace, and on request what its processes have in memory: a crash loses neither."""
+    wish = body or models.SnapshotCreate()
 
     async def take() -> Response:
-        record = await manager_of(request).snapshot(sandbox_id, body.name if body else None)
+        record = await manager_of(request).snapshot(sandbox_id, wish.name, memory=wish.memory)
         return JsonReply(views.snapshot(record), status=201)
 
     return await once(request, take)
@@ -45,19 +47,25 @@ async def create_snapshot(sandbox_id: str, request: Request, body: models.Snapsh
 
 @router.post("/sandboxes/{sandbox_id}/rollback", response_model=models.Sandbox, responses=common(404, 409, 429, 501))
 async def rollback(sandbox_id: str, body: models.RollbackRequest, request: Request) -> Response:
-    """Go back to a snapshot: every process ends, changes outside the workspace are cleared, the id stays."""
-    return JsonReply(views.sandbox(await manager_of(request).rollback(sandbox_id, body.snapshot_id)))
+    """Go back to a snapshot: every process ends, changes outside the workspace are cleared, the id stays.
+
+    The processes of a snapshot that has them go on from where they were.
+    """
+    record = await manager_of(request).rollback(sandbox_id, body.snapshot_id, memory=body.memory)
+    return JsonReply(views.sandbox(record))
 
 
 @router.get(
     "/snapshots",
     response_model=models.SnapshotList,
     responses=common(),
-    openapi_extra={"parameters": [_SANDBOX_ID]},
+    openapi_extra={"parameters": [_SANDBOX_ID, _AUTO]},
 )
 async def list_snapshots(request: Request) -> Response:
-    """List snapshots."""
-    records = await manager_of(request).list_snapshots(query(request, "sandbox_id").get("sandbox_id"))
+    """List snapshots. With ``auto`` those too that rollbacks made, also one that is still being made."""
+    values = query(request, "sandbox_id", "auto")
+    auto = boolean(values, "auto", False)
+    records = await manager_of(request).list_snapshots(values.get("sandbox_id"), auto=auto)
     return JsonReply(models.SnapshotList(snapshots=[views.snapshot(record) for record in records]))
 
 
@@ -89,6 +97,8 @@ async def fork(snapshot_id: str, request: Request, body: models.ForkRequest | No
         network=wish.network,
         cpus=wish.cpus,
         memory_mb=wish.memory_mb,
+        backend=wish.backend,
+        memory=wish.memory,
         metadata=wish.metadata,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from agent_sandbox import models
 from agent_sandbox.manager import Differences, Merge, PastState, SandboxRecord, SandboxStats, SnapshotRecord
+from agent_sandbox.manager.projects import LayerRecord, ProjectRecord, Published
 from agent_sandbox.types import WORKSPACE, Capabilities, ExecExit, ExecStatus, FileEntry
 
 
@@ -29,7 +30,28 @@ def sandbox(record: SandboxRecord) -> models.Sandbox:
         disk_mb=spec.disk_mb,
         state="stopped" if record.state == "running" and not record.running else record.state,
         metadata=dict(record.metadata),
+        project=record.project,
+        source=record.source,
     )
+
+
+def project(record: ProjectRecord) -> models.Project:
+    """Show a project."""
+    return models.Project(
+        name=record.name,
+        created_at=_time(record.created_at),
+        layer_count=record.count,
+        layers=[_layer(layer) for layer in record.layers],
+    )
+
+
+def layer_added(done: Published) -> models.LayerAdded:
+    """Show how publishing ended."""
+    return models.LayerAdded(outcome=done.outcome, layer=_layer(done.layer))
+
+
+def _layer(layer: LayerRecord) -> models.Layer:
+    return models.Layer(number=layer.number, commit=layer.commit, created_at=_time(layer.created_at))
 
 
 def stats(value: SandboxStats) -> models.SandboxStats:
@@ -100,6 +122,9 @@ def snapshot(record: SnapshotRecord) -> models.Snapshot:
         backend=record.backend,
         stored_bytes=record.stored_bytes,
         skipped_total=record.skipped_total,
+        memory=record.memory_bytes is not None,
+        memory_bytes=record.memory_bytes or 0,
+        auto=record.auto,
     )
 
 

@@ -14,6 +14,7 @@ from agent_sandbox.client import history_requests, requests
 from agent_sandbox.client.aio.execution import AsyncSandboxCommands
 from agent_sandbox.client.aio.files import AsyncSandboxFiles
 from agent_sandbox.client.aio.history import AsyncClientHistory, AsyncSandboxHistory
+from agent_sandbox.client.aio.projects import AsyncClientProjects
 from agent_sandbox.client.http import AsyncHttp
 from agent_sandbox.errors import NotFoundError
 from agent_sandbox.types import IsolationClass
@@ -89,19 +90,29 @@ class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles, AsyncSandboxHistory)
         self._update(await self._http.send(requests.get(self.id)))
         return self
 
-    async def snapshot(self, name: str | None = None, *, idempotency_key: str | None = None) -> models.Snapshot:
-        """Keep the state of the workspace; it outlives the sandbox."""
-        return await self._http.send(requests.snapshot(self.id, name, idempotency_key=idempotency_key))
+    async def snapshot(
+        self, name: str | None = None, *, memory: bool = False, idempotency_key: str | None = None
+    ) -> models.Snapshot:
+        """Keep the state of the workspace; it outlives the sandbox.
 
-    async def rollback(self, snapshot: models.Snapshot | str) -> Self:
-        """Go back to a snapshot: every process ends, the id stays."""
-        self._update(await self._http.send(requests.rollback(self.id, snapshot)))
+        With ``memory`` what its processes have in memory is kept as well, where the backend can; they go on meanwhile.
+        """
+        call = requests.snapshot(self.id, name, memory=memory, idempotency_key=idempotency_key)
+        return await self._http.send(call)
+
+    async def rollback(self, snapshot: models.Snapshot | str, *, memory: bool | None = None) -> Self:
+        """Go back to a snapshot: every process ends, the id stays.
+
+        Where the snapshot has memory, its processes go on from where they were, unless ``memory`` is false.
+        """
+        self._update(await self._http.send(requests.rollback(self.id, snapshot, memory=memory)))
         return self
 
     async def merge(self, snapshot: models.Snapshot | str) -> models.MergeResult:
         """Bring in what a snapshot, such as one of a fork, changed since both had a common state; processes end.
 
-        The result's ``outcome`` says whether it was done: conflicts change nothing.
+        A layer of a project, ``NAME@N``, will do as well. The result's ``outcome`` says whether it was done: conflicts
+        change nothing.
         """
         done = await self._http.send(history_requests.merge(self.id, snapshot))
         result = models.MergeResult.from_json(done)
@@ -136,7 +147,7 @@ class AsyncSandbox(AsyncSandboxCommands, AsyncSandboxFiles, AsyncSandboxHistory)
                 await self._client.close()
 
 
-class AsyncSandboxClient(AsyncClientHistory):
+class AsyncSandboxClient(AsyncClientHistory, AsyncClientProjects):
     """A connection to a server, as a context manager closed at the end (``async with``).
 
     ``base_url`` (``http(s)://HOST:PORT`` or ``unix:///PATH``) and ``api_key`` default to ``AGENT_SANDBOX_URL`` and
@@ -194,9 +205,16 @@ class AsyncSandboxClient(AsyncClientHistory):
         backend: str | None = None,
         min_isolation: IsolationClass | None = None,
         metadata: Mapping[str, str] | None = None,
+        from_: models.Snapshot | str | None = None,
+        project: str | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """Create and start a sandbox. What is ``None`` is the server's default; ``metadata`` are labels of your own."""
+        """Create and start a sandbox. What is ``None`` is the server's default; ``metadata`` are labels of your own.
+
+        ``from_`` is what the workspace begins as: a snapshot, ``NAME`` (the newest layer of a project), ``NAME@N``,
+        ``NAME:BRANCH`` or a commit's id. ``project="NAME"`` alone is the same as ``from_="NAME"``; beside it ``from_``
+        may be a layer's number or a branch's name. Everything else is as said here, not as in the snapshot's sandbox.
+        """
         call = requests.create(
             image,
             network=network,
@@ -210,6 +228,8 @@ class AsyncSandboxClient(AsyncClientHistory):
             backend=backend,
             min_isolation=min_isolation,
             metadata=metadata,
+            source=from_,
+            project=project,
             idempotency_key=idempotency_key,
         )
         return AsyncSandbox(self, await self._http.send(call))
@@ -222,9 +242,9 @@ class AsyncSandboxClient(AsyncClientHistory):
         """List the sandboxes that are alive, of all or of those that have every one of these labels."""
         return [AsyncSandbox(self, data) for data in await self._http.send(requests.list_sandboxes(metadata))]
 
-    async def list_snapshots(self, sandbox_id: str | None = None) -> list[models.Snapshot]:
-        """List snapshots, of one sandbox or of all."""
-        return await self._http.send(requests.list_snapshots(sandbox_id))
+    async def list_snapshots(self, sandbox_id: str | None = None, *, auto: bool = False) -> list[models.Snapshot]:
+        """List snapshots, of one sandbox or of all; with ``auto`` those too that rollbacks made of what they replaced."""
+        return await self._http.send(requests.list_snapshots(sandbox_id, auto))
 
     async def get_snapshot(self, snapshot_id: str) -> models.Snapshot:
         """Find a snapshot by its id."""
@@ -242,16 +262,23 @@ class AsyncSandboxClient(AsyncClientHistory):
         network: bool | None = None,
         cpus: float | None = None,
         memory_mb: int | None = None,
+        backend: str | None = None,
+        memory: bool | None = None,
         metadata: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
-        """Create a sandbox whose workspace begins as a snapshot. What is ``None`` is the snapshot's."""
+        """Create a sandbox whose workspace begins as a snapshot. What is ``None`` is the snapshot's.
+
+        Where the snapshot has memory, its processes go on in the new sandbox as well, unless ``memory`` is false.
+        """
         call = requests.fork(
             snapshot,
             timeout_seconds=timeout_seconds,
             network=network,
             cpus=cpus,
             memory_mb=memory_mb,
+            backend=backend,
+            memory=memory,
             metadata=metadata,
             idempotency_key=idempotency_key,
         )
