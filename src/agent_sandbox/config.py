@@ -22,6 +22,7 @@ from agent_sandbox.errors import InvalidRequestError
 
 PREFIX = "AGENT_SANDBOX_"
 MIN_KEY_LENGTH = 16
+WORKSPACES = ("auto", "overlay", "copy")
 
 
 def _setting(default: Any, help: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -84,6 +85,11 @@ class Settings:
         "it: their file systems turn read-only on a full disk.",
         low=0,
     )
+    workspaces: str = _setting(
+        "auto",
+        "How a workspace begins as a state on the embedded backends: overlay (mounted over layers that are shared), "
+        "copy (laid out for itself), or auto: overlay where this host's kernel and rights allow it.",
+    )
     checkout_cache_mb: int = _setting(
         10_240, "Most that states laid out for rollback and fork take of the disk, MiB, where nobody uses them.", low=0
     )
@@ -119,6 +125,8 @@ class Settings:
             raise _bad("api_keys", "a key is printable ASCII without spaces, or no header could carry it")
         if not self.host:
             raise _bad("host", "is empty, which would mean every interface; name one")
+        if self.workspaces not in WORKSPACES:
+            raise _bad("workspaces", f"{self.workspaces!r} is none of {', '.join(WORKSPACES)}")
         if not self.backends:
             raise _bad("backends", "at least one backend is needed")
         for kind in ("timeout_seconds", "cpus", "memory_mb", "pids_limit", "disk_mb", "exec_timeout_seconds"):

@@ -7,7 +7,7 @@ Frozen dataclasses without behaviour. They are internal: what crosses a process 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,15 +44,22 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
+Fill = Callable[[int, tuple[int, int], Callable[[], bool]], None]
+"""Lays a state out in an open, empty directory, whose own mode and times it sets last; everything in it belongs to the
+uid and gid given. Blocks; raises once the function given last says that nobody waits any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedWorkspace:
-    """What ``/workspace`` begins with: read-only directories on this host, the topmost first, as overlay layers.
+    """What ``/workspace`` begins with, in the form that the backend's ``projection`` asks for.
 
-    They belong to the manager, stay unchanged, and are kept for as long as the environment is there. Files in them have
-    the sandbox user's ids as they are inside.
+    ``lowers`` are read-only directories on this host, the topmost first, as overlay layers. They belong to the manager,
+    stay unchanged, and are kept for as long as the environment is there. Files in them have the sandbox user's ids as
+    they are inside. ``fill`` lays the state out in a directory of the backend's.
     """
 
-    lowers: tuple[str, ...]
+    lowers: tuple[str, ...] = ()
+    fill: Fill | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
-from typing import NoReturn, Protocol, Self
+from typing import Literal, NoReturn, Protocol, Self
 
 from agent_sandbox.errors import UnsupportedError
 from agent_sandbox.types import (
@@ -94,6 +94,9 @@ class Backend(abc.ABC):
 
     name: str
     capabilities: Capabilities
+    projection: Literal["overlay", "copy"] = "overlay"
+    """How a workspace begins as a state, with the capability ``layered_workspace``: mounted over layers, or copied into
+    a directory of its own. It is known once the backend has started."""
     versions: Mapping[str, str] = MappingProxyType({})
     """The versions of what it runs on, by name, once it is started: the runtime, the engine."""
     known_failures: Mapping[str, str] = MappingProxyType({})

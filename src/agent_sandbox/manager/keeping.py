@@ -74,6 +74,9 @@ class Layered(Keeping):
 
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """Nothing is copied where the backend mounts layers."""
+        if self.backend.projection == "copy":
+            await self.backend.create_from(env_id, spec, self.workspaces.copied(commit))
+            return
         async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
             await self.backend.create_from(env_id, spec, workspace)
 

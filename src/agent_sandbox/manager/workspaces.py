@@ -353,6 +353,18 @@ class Workspaces:
         try:
             while (piece := await pieces.get()) is not None:
                 room.release()
+    def copied(self, commit: str) -> PreparedWorkspace:
+        """Give what lays a commit out in a directory of somebody else's. Errors as of the store, while it does."""
+
+        def fill(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
+            def progress(*_: int) -> None:
+                if unwanted() or self._stopping.is_set():
+                    raise BackendError("nobody waits for the workspace any more")
+
+            self._opened().lay_out(commit, directory, owner=owner, progress=progress)
+
+        return PreparedWorkspace(fill=fill)
+
                 yield piece
             await work
         finally:

@@ -354,6 +354,15 @@ class Store:
         (old, before), (new, after) = self._state(a), self._state(b)
         return self._steps(diff(self._database, before, after), old, new)
 
+    def lay_out(self, ref: str, directory: int, *, owner: tuple[int, int], progress: Progress | None = None) -> None:
+        """Lay a state out in an open, empty directory, everything in it owned by ``owner`` (uid, gid). Needs root.
+
+        What a failure leaves is the caller's to remove. :class:`StoreFullError` when the directory's disk is full.
+        """
+        with self._database.reading():
+            _, root = self._state(ref)
+            self._engine.checkout(root, directory, self._database, options=Options(owner=owner), progress=progress)
+
     def hunks(self, change: Change, context: int = 3) -> Iterator[str]:
         """Yield the lines of a unified difference of one change of :meth:`diff`; see ``hunks.py``."""
         return hunks(self._database, change, context)

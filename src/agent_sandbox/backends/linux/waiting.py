@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def settled(future: asyncio.Future[T]) -> T:
-    """The result of ``future``, which runs to its end before a cancellation goes on."""
+async def settled(future: asyncio.Future[T], hurry: Callable[[], object] | None = None) -> T:
+    """The result of ``future``, which runs to its end before a cancellation goes on; ``hurry`` may bring that near."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
+        if hurry is not None:
+            hurry()
         await ended(future)
         if not future.cancelled():
             future.exception()

@@ -29,6 +29,7 @@ import logging
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ from agent_sandbox.errors import (
 from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.types import (
     EnvironmentInfo,
+    Fill,
     HeldWorkspace,
     LimitName,
     PreparedWorkspace,
@@ -132,16 +134,30 @@ class OciBackend(GuestBackend):
         self._templates.clear()
         self._images.prepare(in_use=self._places.root_directories())
         limits = cgroups.enforced(self._hierarchies)
+        why_copied = self._choose_projection()
         self.capabilities = capabilities(
             limits,
             has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
             has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
             no_userns=self._places.prepare_ranges(),
-            no_layers=self._places.why_no_layers(),
+            no_layers=why_copied,
         )
         for id in self._list():
             self._groups(id).thaw()  # a server that ended while it held a workspace left the sandbox frozen
         self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
+
+    def _choose_projection(self) -> str:
+        """Choose how workspaces begin as a state; say why they are copied, where they are."""
+        asked = self._settings.workspaces
+        why = "AGENT_SANDBOX_WORKSPACES=copy" if asked == "copy" else self._places.why_no_layers()
+        if why and asked == "overlay":
+            raise BackendError(f"AGENT_SANDBOX_WORKSPACES=overlay cannot be: {why}; set it to auto or copy")
+        self.projection = "copy" if why else "overlay"
+        if why:
+            _log.warning("workspaces are copied, not mounted over layers: %s", why)
+        else:
+            _log.info("workspaces are mounted over layers (overlayfs)")
+        return why
 
     async def close(self) -> None:
         await super().close()
@@ -168,18 +184,21 @@ class OciBackend(GuestBackend):
         await self._create_over(id, spec, ())
 
     async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
-        if not self.capabilities.layered_workspace:
-            raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
-        await self._create_over(id, spec, workspace.lowers)
+        if self.projection == "overlay":
+            await self._create_over(id, spec, workspace.lowers)
+        elif workspace.fill is not None:
+            await self._create_over(id, spec, (), workspace.fill)
+        else:
+            raise UnsupportedError("layered_workspace", self.name, "workspaces are copied here, not mounted over layers")
 
-    async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
+    async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...], fill: Fill | None = None) -> None:
         self._check(id, spec)
         if len(layers) > MAX_LAYERS:
             raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
         if id in self._removals or self._places.environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
-            await self._alone(id, self._create(id, spec, layers))
+            await self._alone(id, self._create(id, spec, layers, fill))
         except asyncio.CancelledError:
             if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
@@ -220,7 +239,7 @@ class OciBackend(GuestBackend):
             remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             raise UnsupportedError(f"limit {missing[0]}", self.name, remedy)
 
-    async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
+    async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...], fill: Fill | None) -> None:
         environment, step = self._places.environment(id), _steps("create", id)
         try:
             async with translated("creating the sandbox"):
@@ -229,7 +248,7 @@ class OciBackend(GuestBackend):
                 step("record")
                 record, key = await self._thread(self._record_new, environment, spec, image, layers)
                 step("disk")
-                await self._build(environment, record, key, image, step, new=True)
+                await self._build(environment, record, key, image, step, new=True, fill=fill)
         except BaseException as error:
             tail = await self._thread(environment.log_tail)
             await settled(asyncio.ensure_future(self._undo(id)))
@@ -255,16 +274,22 @@ class OciBackend(GuestBackend):
         step: Callable[[str], None],
         *,
         new: bool,
+        fill: Fill | None = None,
     ) -> None:
         if self._host is None:
             raise BackendError("the runc backend was not started")
-        host = self._host
+        host, unwanted = self._host, threading.Event()
+        filling = None if fill is None else lambda place, owner: fill(place, owner, unwanted.is_set)
         with contextlib.ExitStack() as stack:
             namespace = None
             if record.ids is not None:
                 namespace = await self._thread(idmap.make_namespace, record.ids)
                 stack.callback(os.close, namespace)
-            await self._thread(lambda: furnish(host, environment, record, image, namespace, new=new))
+            furnishing = asyncio.get_running_loop().run_in_executor(
+                self._pool,
+                lambda: furnish(host, environment, record, image, namespace, new=new, fill=filling),
+            )
+            await settled(furnishing, unwanted.set)
             step("start")
             await launch(self._runc, environment, record, key)
         await self._thread(finish_groups, host, record)

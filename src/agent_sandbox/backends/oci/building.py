@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.oci import bundle
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.runc import Runc
+from agent_sandbox.errors import LimitExceededError, StoreFullError
 from agent_sandbox.images import ImageRoot
 from agent_sandbox.types import LimitName
 
@@ -45,16 +46,25 @@ class Host:
 
 
 def furnish(
-    host: Host, environment: Environment, record: Record, image: ImageRoot, namespace: int | None, *, new: bool
+    host: Host,
+    environment: Environment,
+    record: Record,
+    image: ImageRoot,
+    namespace: int | None,
+    *,
+    new: bool,
+    fill: Callable[[int, tuple[int, int]], None] | None = None,
 ) -> None:
     """Mount the disk, made when ``new``, put the root file system together and write the bundle. Blocks for 20 ms.
 
     ``namespace`` is a descriptor of the user namespace with the record's ids; None where it has none. It must stay open
-    until the container runs.
+    until the container runs. ``fill`` lays out what a new workspace begins with, which takes as long as that is large.
     """
     spec, disk = record.spec, environment.disk
     if new:
         disk.make(host.templates.get(spec.disk_mb), spec.uid, spec.gid, record.ids or 0)
+        if fill is not None:
+            _fill_workspace(environment, record, fill)
     else:
         disk.open()
     if record.layers:
@@ -77,6 +87,19 @@ def furnish(
         ids=record.ids or 0,
     )
     environment.write_bundle(bundle.config(environment.id, host.instance, spec, layout, host.seccomp))
+
+
+def _fill_workspace(environment: Environment, record: Record, fill: Callable[[int, tuple[int, int]], None]) -> None:
+    base, spec = record.ids or 0, record.spec
+    descriptor = os.open(environment.disk.workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fill(descriptor, (base + spec.uid, base + spec.gid))
+    except StoreFullError as error:
+        raise LimitExceededError(
+            f"the state does not fit on a disk of {spec.disk_mb} MiB; ask for a larger disk_mb"
+        ) from error
+    finally:
+        os.close(descriptor)
 
 
 async def launch(runc: Runc, environment: Environment, record: Record, key: bytes) -> None:

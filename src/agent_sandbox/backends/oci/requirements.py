@@ -11,7 +11,7 @@ def capabilities(
     """What this backend offers where the kernel keeps ``limits`` by control groups.
 
     ``no_userns`` says why sandboxes get no host ids of their own; it is empty where they do. ``no_layers`` says why
-    workspaces are no overlays of layers.
+    workspaces are no overlays of layers but copies.
     """
     notes = {"disk": "size only; its bandwidth is not limited"}
     if no_userns:
@@ -28,13 +28,13 @@ def capabilities(
     elif "memory" in limits and not has_socket_limit:
         notes["memory"] = "this kernel does not limit the buffers of internet sockets"
     if no_layers:
-        notes["layered_workspace"] = f"{no_layers}; snapshots copy the whole workspace"
+        notes["layered_workspace"] = f"copied: {no_layers}; a rollback or fork costs the whole workspace"
     return Capabilities(
         isolation="container",
         enforces=limits | {"disk", "network"},
         network=frozenset({"none"}),
         userns=not no_userns,
         guest=True,
-        layered_workspace=not no_layers,
+        layered_workspace=True,
         notes=notes,
     )
