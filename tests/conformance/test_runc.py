@@ -53,3 +53,11 @@ class TestRuncChecklist(Runc, ChecklistSuite):
 @pytest.mark.real
 class TestRuncLayers(Runc, LayerSuite):
     """Workspaces that begin as a state of the store."""
+
+
+@pytest.mark.real
+class TestRuncCopies(Runc, LayerSuite):
+    """The same where the kernel or the rights do not allow overlays, which a setting asks for here."""
+
+    def make_backend(self, tmp_path: pathlib.Path) -> Backend:
+        return OciBackend(load_settings({"data_dir": tmp_path / "data", "workspaces": "copy"}, {}))

@@ -1,7 +1,8 @@
-"""Workspaces over layers: what a sandbox sees and may do in them, and what the host sees of it.
+"""Workspaces that begin as a state: what a sandbox sees and may do in them, and what the host sees of it.
 
-The overlay behind them must behave as a plain directory does; where overlayfs by default does not, the kernel's
-Documentation/filesystems/overlayfs.rst ("Non-standard behavior") names the case.
+Whether the backend mounts layers or copies the state (``Backend.projection``), the same is asked. An overlay must behave
+as a plain directory does; where overlayfs by default does not, the kernel's Documentation/filesystems/overlayfs.rst
+("Non-standard behavior") names the case.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import shutil
+import threading
+import time
+from collections.abc import Callable
 
 import pytest
 import pytest_asyncio
@@ -42,7 +47,20 @@ class Layers:
                     os.chown(pathlib.Path(place) / name, *owner)
         self.high.chmod(0o750)
         os.utime(self.high, ns=(0, 1_234_567_890_123_456_789))
-        self.prepared = PreparedWorkspace((str(self.high), str(self.low)))
+        self.prepared = PreparedWorkspace((str(self.high), str(self.low)), self.fill)
+
+    def fill(self, directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
+        """Lay out what both layers together show."""
+        place = pathlib.Path(f"/proc/self/fd/{directory}")
+        for name in ("d", "d/deep"):
+            (place / name).mkdir()
+        for source, name in ((self.high, "f"), (self.low, "d/x"), (self.low, "d/deep/y"), (self.low, "one")):
+            shutil.copy2(source / name, place / name)
+        os.link(place / "one", place / "two")
+        for name in ("d", "d/deep", "f", "d/x", "d/deep/y", "one", ""):
+            os.chown(place / name, *owner)
+        place.chmod(0o750)
+        os.utime(place, ns=(0, 1_234_567_890_123_456_789))
 
     def state(self) -> dict[str, tuple[int, int, bytes]]:
         """Everything in the layers: mode, mtime and content by path."""
@@ -58,7 +76,10 @@ class Layers:
 
 
 class LayerSuite(SuiteBase):
-    """For backends with the capability ``layered_workspace``; the place of the layers is on this host."""
+    """For backends with the capability ``layered_workspace``; the place of the layers is on this host.
+
+    One that copies has no layers in use, and may be interrupted while it does.
+    """
 
     @pytest.fixture
     def layers(self, tmp_path: pathlib.Path) -> Layers:
@@ -91,7 +112,8 @@ class LayerSuite(SuiteBase):
         assert await other.shell("cat f d/x one; ls") == "high\nx\nlinked\nd\nf\none\ntwo\n"
         assert await layered.shell("cat f one two; ls") == "mine\nlinked\nmore\nlinked\nmore\nf\nnew\none\ntwo\n"
         assert layers.state() == before
-        assert await backend.layers_in_use() == set(layers.prepared.lowers)
+        used = set(layers.prepared.lowers) if backend.projection == "overlay" else set()
+        assert await backend.layers_in_use() == used
 
     async def test_what_an_overlay_does_otherwise_by_default(self, layered: Box) -> None:
         assert await layered.shell("mv d e; cat e/deep/y; mv e/deep .; ls d e deep 2> /dev/null || true") == (
@@ -166,7 +188,7 @@ class LayerSuite(SuiteBase):
         await holding.__aenter__()
         successor = await self.reopened(backend, tmp_path)
         assert await Box(successor, layered.id, self.spec).shell("cat f") == "high\n"
-        assert len(await successor.layers_in_use()) == 2
+        assert len(await successor.layers_in_use()) == (2 if successor.projection == "overlay" else 0)
         with contextlib.suppress(BackendError, RuntimeError):  # the old process has no threads any more
             await holding.__aexit__(None, None, None)
 
@@ -174,11 +196,36 @@ class LayerSuite(SuiteBase):
         with pytest.raises(NotFoundError):
             async with backend.hold_workspace(new_id()):
                 pass
+
+        def fail(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
+            os.close(os.open("half", os.O_CREAT, dir_fd=directory))
+            raise BackendError("a layer is missing")
+
         id = new_id()
         with pytest.raises(BackendError, match="layer"):
-            await backend.create_from(id, self.spec, PreparedWorkspace((str(tmp_path / "missing"),)))
+            await backend.create_from(id, self.spec, PreparedWorkspace((str(tmp_path / "missing"),), fail))
         assert id not in await backend.list_ids()
         assert await backend.layers_in_use() == set()
+
+    async def test_a_copy_that_nobody_waits_for_ends_and_leaves_nothing(self, backend: Backend) -> None:
+        if backend.projection != "copy":
+            pytest.skip("unsupported: it copies nothing")
+        begun = threading.Event()
+
+        def fill(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
+            while not unwanted():
+                begun.set()
+                time.sleep(0.01)
+            raise BackendError("nobody waits")
+
+        id = new_id()
+        creating = asyncio.create_task(backend.create_from(id, self.spec, PreparedWorkspace(fill=fill)))
+        assert await asyncio.to_thread(begun.wait, 30)
+        creating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(30):
+                await creating
+        assert id not in await backend.list_ids()
 
 
 class NoLayerSuite(SuiteBase):
