@@ -14,6 +14,10 @@ FAILED = 1
 USAGE = 2
 OURS = 125
 """What ``run``, ``exec`` and ``shell`` end with when the failure is ours and not the command's."""
+NOT_WRITTEN = 122
+"""``run --pull-changes`` without ``--yes``, where nobody can be asked: nothing was written."""
+CONFLICTS = 123
+"""``run --pull-changes``: some of it could not be written, since it was changed here meanwhile."""
 BROKEN_PIPE = 141
 
 
@@ -69,6 +73,8 @@ _OTHERS = {
     FAILED: "a check failed (doctor, quickstart), or a local file cannot be used",
     USAGE: "wrong usage",
     OURS: "run, exec and shell only: the error is ours, not the command's",
+    NOT_WRITTEN: "run --pull-changes only: nobody could be asked, nothing was written",
+    CONFLICTS: "run --pull-changes only: what was changed here meanwhile was not written",
     130: "interrupted",
     BROKEN_PIPE: "the reader of the output has gone",
     143: "terminated",

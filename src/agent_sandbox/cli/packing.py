@@ -6,10 +6,12 @@ that shrinks while it is read is filled up with zeros, one that grows is cut off
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from agent_sandbox.cli.copying import Copied
@@ -17,6 +19,15 @@ from agent_sandbox.cli.copying import Copied
 PIECE_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _END = bytes(2 * _BLOCK)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an entry was when it was packed: a file's ``digest`` (BLAKE2b-256) is of what was sent."""
+
+    stat: os.stat_result
+    target: str = ""
+    digest: bytes = b""
 
 
 def total_bytes(source: Path) -> int:
@@ -32,8 +43,11 @@ def total_bytes(source: Path) -> int:
     return total
 
 
-def pack_directory(source: Path, done: Copied) -> Iterator[bytes]:
-    """Yield a directory's tar, names relative to it. :class:`PayloadTooLargeError` above the bounds of a copy."""
+def pack_directory(source: Path, done: Copied, sent: dict[str, Sent] | None = None) -> Iterator[bytes]:
+    """Yield a directory's tar, names relative to it. :class:`PayloadTooLargeError` above the bounds of a copy.
+
+    ``sent`` gets every entry that is in it, by its name.
+    """
     yield _header(".", source.stat(), tarfile.DIRTYPE)
     for folder, names, files, folder_fd in os.fwalk(source, follow_symlinks=False):
         relative = os.path.relpath(folder, source)
@@ -43,8 +57,10 @@ def pack_directory(source: Path, done: Copied) -> Iterator[bytes]:
             shown = os.path.join(folder, name)  # noqa: PTH118 - may hold bytes that are not UTF-8
             try:
                 found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+                target = ""
                 if stat.S_ISLNK(found.st_mode):
-                    yield _header(prefix + name, found, tarfile.SYMTYPE, os.readlink(name, dir_fd=folder_fd))
+                    target = os.readlink(name, dir_fd=folder_fd)
+                    yield _header(prefix + name, found, tarfile.SYMTYPE, target)
                 elif stat.S_ISDIR(found.st_mode):
                     yield _header(prefix + name, found, tarfile.DIRTYPE)
                 elif stat.S_ISFIFO(found.st_mode):
@@ -54,11 +70,14 @@ def pack_directory(source: Path, done: Copied) -> Iterator[bytes]:
                     fd = os.open(name, flags, dir_fd=folder_fd)
                 else:
                     done.skip(shown, "a socket or device")
+                    continue
             except OSError as error:
                 done.skip(shown, error.strerror or str(error))
                 continue
             if stat.S_ISREG(found.st_mode):
-                yield from _file(prefix + name, fd, shown, done)
+                yield from _file(prefix + name, fd, shown, done, sent)
+            elif sent is not None:
+                sent[prefix + name] = Sent(found, target)
     yield _END
 
 
@@ -69,24 +88,29 @@ def pack_file(source: Path, name: str, done: Copied) -> Iterator[bytes]:
     yield _END
 
 
-def _file(name: str, fd: int, shown: str, done: Copied) -> Iterator[bytes]:
+def _file(name: str, fd: int, shown: str, done: Copied, sent: dict[str, Sent] | None = None) -> Iterator[bytes]:
     with os.fdopen(fd, "rb", buffering=0) as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             done.skip(shown, "not a regular file")
             return
         yield _header(name, found, tarfile.REGTYPE)
-        left = found.st_size
+        left, digest = found.st_size, hashlib.blake2b(digest_size=32)
         while left and (piece := file.read(min(PIECE_BYTES, left))):
             left -= len(piece)
             done.piece(len(piece))
+            if sent is not None:
+                digest.update(piece)
             yield piece
         if left:
             done.skip(shown, f"its last {left} bytes went while it was read; they are zeros in the copy")
         while left:
             piece = bytes(min(PIECE_BYTES, left))
             left -= len(piece)
+            digest.update(piece)
             yield piece
+        if sent is not None:
+            sent[name] = Sent(found, digest=digest.digest())
         if padding := -found.st_size % _BLOCK:
             yield bytes(padding)
     done.file()

@@ -21,6 +21,7 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from agent_sandbox.cli.copying import MAX_DEPTH, Copied
@@ -41,25 +42,56 @@ def unpack(pieces: Iterator[bytes], root: int, done: Copied, *, new_root: bool =
     :class:`InvalidRequestError` for a damaged archive, or where a link or file is in the way of a directory;
     :class:`PayloadTooLargeError` above the bounds of a copy. What was written before stays.
     """
+    writer = _Writer(root, done)
+    for entry in received(pieces):
+        with _damage_told():  # a name or target that no file system takes
+            writer.write(entry)
+    writer.finish(new_root)
+
+
+@dataclass(frozen=True)
+class Received:
+    """One entry of an archive: its name's components (None: one that leads elsewhere), and its bytes, if any."""
+
+    member: tarfile.TarInfo
+    parts: tuple[str, ...] | None
+    content: Iterator[bytes]
+
+
+def received(pieces: Iterator[bytes]) -> Iterator[Received]:
+    """Yield the entries of a tar from a sandbox. The content of each is to be read before the next one is asked for.
+
+    :class:`InvalidRequestError` for a damaged archive.
+    """
     from agent_sandbox.images.sources import members
 
     stream = _Stream(pieces)
-    writer = _Writer(root, done)
-    try:
+    with _damage_told():
         entries = members(cast("IO[bytes]", stream))
-        while True:
+    while True:
+        with _damage_told():
             stream.allow(HEADER_BYTES)
             found = next(entries, None)
             if found is None:
                 break
             stream.allow(None)
-            writer.write(*found)
+            archive, member = found
+            parts = _parts(member.name)
+            has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
+            content = _content(archive, member) if has_content else iter(())
+        yield Received(member, parts, content)
+    with _damage_told():
         stream.allow(TAIL_BYTES)
         while stream.read(PIECE_BYTES):
             pass
+
+
+@contextmanager
+def _damage_told() -> Iterator[None]:
+    try:
+        yield
     except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError, TypeError) as error:
         raise InvalidRequestError(f"the archive that the sandbox sent is damaged: {error}") from error
-    writer.finish(new_root)
 
 
 class _Stream:
@@ -97,10 +129,8 @@ class _Writer:
         self._done = done
         self._directories: dict[tuple[str, ...], tuple[int, float]] = {}
 
-    def write(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        parts = _parts(member.name)
-        has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
-        content = _content(archive, member) if has_content else iter(())
+    def write(self, entry: Received) -> None:
+        member, parts, content = entry.member, entry.parts, entry.content
         self._done.entry(0 if parts is None else len(parts))
         if parts is None:
             self._skip(member, "a name that leads elsewhere", content)
@@ -234,12 +264,14 @@ def _parts(name: str) -> tuple[str, ...] | None:
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
-    content: Any = archive.extractfile(member)
+    with _damage_told():
+        content: Any = archive.extractfile(member)
     left = member.size
     while left:
-        piece = content.read(min(PIECE_BYTES, left))
-        if not piece:
-            raise tarfile.ReadError("it ends inside a file")
+        with _damage_told():
+            piece = content.read(min(PIECE_BYTES, left))
+            if not piece:
+                raise tarfile.ReadError("it ends inside a file")
         left -= len(piece)
         yield piece
 

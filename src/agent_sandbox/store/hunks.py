@@ -56,7 +56,12 @@ def _file(objects: Objects, path: bytes, old: Entry | None, new: Entry | None, c
         large = any(entry is not None and entry.size > MAX_TEXT for entry in (old, new))
         yield f"{'Files larger than 1 MiB' if large else 'Binary files'} {names[0]} and {names[1]} differ\n"
         return
-    before, after = (_lines(side or "") for side in sides)
+    yield from unified(names, sides[0] or "", sides[1] or "", context)
+
+
+def unified(names: tuple[str, str], old: str, new: str, context: int = 3) -> Iterator[str]:
+    """Yield the lines of a unified difference of two texts, each with its newline; nothing where they are the same."""
+    before, after = _lines(old), _lines(new)
     first = True
     for group in _grouped(opcodes(before, after), context):
         if first:
