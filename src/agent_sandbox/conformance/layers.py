@@ -1,8 +1,8 @@
 """Workspaces that begin as a state: what a sandbox sees and may do in them, and what the host sees of it.
 
-Whether the backend mounts layers or copies the state (``Backend.projection``), the same is asked. An overlay must behave
-as a plain directory does; where overlayfs by default does not, the kernel's Documentation/filesystems/overlayfs.rst
-("Non-standard behavior") names the case.
+Whether the backend mounts layers or copies the state (``Backend.projection``), the same is asked. An overlay must
+behave as a plain directory does; where overlayfs by default does not, the kernel's
+Documentation/filesystems/overlayfs.rst ("Non-standard behavior") names the case.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class LayerSuite(SuiteBase):
 
     async def test_held_it_stands_still_and_then_goes_on(self, backend: Backend, layered: Box) -> None:
         await layered.shell("(while true; do date +%N >> ticks; done) > /dev/null 2>&1 &")
+        await layered.shell("until [ -s ticks ]; do sleep 0.01; done")
         ticks = None
         async with backend.hold_workspace(layered.id) as held:
             path = pathlib.Path(held.path)
