@@ -32,6 +32,16 @@ def both(incomplete: str) -> list[str]:
     return [*sandboxes(incomplete), *snapshots(incomplete)]
 
 
+def projects(incomplete: str) -> list[str]:
+    """Complete the name of a project."""
+    return _ids(incomplete, lambda client: [project.name for project in client.list_projects()])
+
+
+def states(incomplete: str) -> list[str]:
+    """Complete what a workspace can begin as."""
+    return [*snapshots(incomplete), *projects(incomplete)]
+
+
 def places(incomplete: str) -> list[str]:
     """Complete ``SANDBOX:`` of a path in a sandbox."""
     return [f"{id}:" for id in sandboxes(incomplete)]

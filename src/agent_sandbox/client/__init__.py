@@ -2,8 +2,8 @@
 
 :class:`SandboxClient` and :class:`Sandbox` are for code that blocks, :class:`AsyncSandboxClient` and
 :class:`AsyncSandbox` for code on an event loop: the same names and arguments, with ``await``, ``async for`` and
-``async with``. Both send what the builders in ``requests.py``, ``exec_requests.py``, ``file_requests.py`` and
-``history_requests.py`` make. Only terminals need more: the extra ``terminal``.
+``async with``. Both send what the builders in ``requests.py``, ``exec_requests.py``, ``file_requests.py``,
+``history_requests.py`` and ``project_requests.py`` make. Only terminals need more: the extra ``terminal``.
 """
 
 from agent_sandbox.client.aio.execution import AsyncExecution
@@ -21,8 +21,11 @@ from agent_sandbox.models import (
     ExecResult,
     FileInfo,
     FileStat,
+    Layer,
+    LayerAdded,
     MergeResult,
     PastState,
+    Project,
     SandboxStats,
     WatchEvent,
 )
@@ -45,8 +48,11 @@ __all__ = [
     "Execution",
     "FileInfo",
     "FileStat",
+    "Layer",
+    "LayerAdded",
     "MergeResult",
     "PastState",
+    "Project",
     "ReplyLostError",
     "Sandbox",
     "SandboxAPIError",

@@ -25,6 +25,7 @@ from agent_sandbox.server import (
     files,
     health,
     history,
+    projects,
     sandboxes,
     snapshots,
     terminal,
@@ -81,7 +82,7 @@ def create_app(manager: Manager, settings: Settings, *, manager_started: bool = 
     app.state.pulse = health.Pulse(manager.ping)
     app.include_router(health.router)
     keyed = APIRouter(prefix=KEYED_PREFIX)
-    for module in (sandboxes, commands, execs, terminal, files, archives, snapshots, history, backends):
+    for module in (sandboxes, commands, execs, terminal, files, archives, snapshots, history, projects, backends):
         keyed.include_router(module.router)
     app.include_router(keyed)
     app.add_middleware(Gate, settings=settings)

@@ -116,7 +116,7 @@ class Gate:
         method, path = scope["method"], scope["path"]
         if (method == "PUT" and path.endswith("/files")) or (method == "POST" and path.endswith("/stdin")):
             return self._max_file_bytes
-        if method == "PUT" and path.endswith("/archive"):
+        if method == "PUT" and (path.endswith("/archive") or path.startswith(f"{KEYED_PREFIX}/projects/")):
             return self._max_archive_bytes
         return MAX_JSON_BYTES
 

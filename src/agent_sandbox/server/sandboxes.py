@@ -27,7 +27,7 @@ _METADATA = parameter("metadata", "NAME=VALUE: only sandboxes with this label; m
     openapi_extra={"parameters": [KEY_HEADER]},
 )
 async def create_sandbox(body: models.SandboxCreate, request: Request) -> Response:
-    """Create and start a sandbox with an empty workspace."""
+    """Create and start a sandbox. Its workspace is empty, or begins as a snapshot, a project or another state."""
     options = CreateOptions(
         image=body.image,
         cpus=body.cpus,
@@ -41,6 +41,8 @@ async def create_sandbox(body: models.SandboxCreate, request: Request) -> Respon
         backend=body.backend,
         min_isolation=body.min_isolation,
         metadata=body.metadata,
+        project=body.project,
+        source=body.from_,
     )
 
     async def create() -> Response:

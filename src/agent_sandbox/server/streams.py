@@ -166,7 +166,7 @@ def line(value: Mapping[str, Any]) -> bytes:
     return (data if data.isascii() else json.dumps(value, separators=(",", ":")).encode("ascii")) + b"\n"
 
 
-async def uploaded(request: Request) -> AsyncIterator[bytes]:
+async def uploaded(request: Request) -> AsyncGenerator[bytes, None]:
     """Yield the body as it comes. :class:`InvalidRequestError` when nothing comes for a minute.
 
     The gate bounds its size; a client that goes away raises :class:`ClientDisconnect`.
