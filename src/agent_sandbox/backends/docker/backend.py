@@ -94,6 +94,9 @@ _SYNC_SECONDS = 5.0
 _CLOSE_SECONDS = 10.0
 _SOCKETS_SHARE = 4
 """Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
+_KNOWN_FAILURES = {
+    "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
+}
 _UNSTARTED = Facts("", "", frozenset(), "", "", False, "the backend was not started", False)
 
 
@@ -126,6 +129,7 @@ class DockerBackend(GuestBackend):
         self._facts = _UNSTARTED
         self._sandboxd = Path()
         self._seccomp: dict[str, Any] = {}
+        self._masked: tuple[str, ...] = ()
         self.capabilities: Capabilities = facts.capabilities(_UNSTARTED, no_layers="not started", no_network="")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
         self._records: dict[str, Record] = {}
@@ -139,11 +143,19 @@ class DockerBackend(GuestBackend):
         self._facts = await facts.find(self._engine, self._settings.docker_runtime, self.instance)
         async with translated("starting the docker backend"):
             await self._thread(self._prepare)
-        no_network = await self._network.why_not() if self._facts.shares_files else self._facts.not_shared
+        no_network = await self._why_no_network()
         no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, "runtime": self._facts.runtime}
+        self.known_failures = _KNOWN_FAILURES
         await self._thaw_all()
+
+    async def _why_no_network(self) -> str:
+        if not self._facts.has_network:
+            return f"the engine runs {self._facts.runtime} with --network=none"
+        if not self._facts.shares_files:
+            return f"{self._facts.not_shared}, so what sandboxes reach of its host cannot be filtered"
+        return await self._network.why_not()
 
     def _prepare(self) -> None:
         self._seccomp = seccomp.profile(platform.machine())
@@ -153,6 +165,7 @@ class DockerBackend(GuestBackend):
             require_disks()
             self._templates.clear()
             self._host.prepare()
+            self._masked = tuple(str(path) for path in Path("/sys/fs").iterdir() if path.name != "cgroup")
             self._hierarchies = cgroups.find_hierarchies()
 
     async def _thaw_all(self) -> None:
@@ -264,14 +277,14 @@ class DockerBackend(GuestBackend):
     async def _build(self, environment: Environment, record: Record, key: bytes, *, new: bool) -> None:
         """Make or open the workspace, make the container where there is none, start it and meet its daemon."""
         id, nonce = record.id, secrets.token_hex(16)
-        config = _daemon_config(record.spec, key)
+        config = _daemon_config(record.spec, key, limits_processes=self._facts.is_gvisor)
         if record.shares_files:
-            await self._thread(environment.prepare_guest, config)
             if new:
                 await self._thread(environment.make_disk, self._templates, record)
                 await self._thread(_put_nonce, _changes(environment, record), nonce, record.spec)
             else:
                 await self._thread(environment.disk.open)
+            await self._thread(environment.prepare_guest, config)
         mounts = await self._mounts(environment, record, new=new)
         if not record.container:
             cid = await self._containers.create(id, self._body(record, mounts, await self._network_name(record)))
@@ -293,18 +306,23 @@ class DockerBackend(GuestBackend):
     async def _mounts(self, environment: Environment, record: Record, *, new: bool) -> tuple[Mount, ...]:
         """The container's mounts; their volumes are made where they are not there."""
         id = record.id
+        terminals: tuple[Mount, ...] = ()
+        if not self._facts.is_gvisor:  # whose terminals are its own, and no engine's mount
+            await self._engine.post("/volumes/create", container.pty_volume(id, self.instance))
+            terminals = (Mount("volume", container.pty_volume_name(id), "/dev/pts"),)
         if not record.shares_files:
             for name in (PREFIX + id, f"{PREFIX}{id}-daemon"):
                 await self._engine.post("/volumes/create", container.named_volume(name, id, self.instance))
             return (
                 container.workspace_mount("volume", PREFIX + id),
                 Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
+                *terminals,
             )
         daemon = Mount("bind", str(self._sandboxd), DAEMON, read_only=True)
         at = PRIVATE if self._facts.binds_sockets else DELIVERED
         guest = Mount("bind", str(environment.guest), at, read_only=not self._facts.binds_sockets)
         shown = self._host.mounts() if record.spec.image == HOST else ()
-        common = (*shown, daemon, guest)
+        common = (*shown, daemon, guest, *terminals)
         if not record.layers:
             return container.workspace_mount("bind", str(environment.disk.workspace)), *common
         lowers = await self._thread(environment.short_layers, record)
@@ -334,6 +352,7 @@ class DockerBackend(GuestBackend):
             runtime=self._facts.asked,
             tmpfs=tmpfs,
             pids_on_host=not self._facts.is_gvisor,
+            masked=self._masked,
         )
         return container.container(record.id, record.spec, layout, self._seccomp)
 
@@ -474,11 +493,12 @@ class DockerBackend(GuestBackend):
         if live is None:
             raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
         path = await self._workspace_path(record)
+        upper = str(self._places.environment(id).disk.changes) if record.layers else None
         if self._facts.is_gvisor:  # the guest's own kernel has to stop, which the runtime does, and its maps are unseen
             async with translated("holding the sandbox still"):
                 await self._engine.post(f"/containers/{live.cid}/pause")
             try:
-                yield HeldWorkspace(str(path), mapped=True)
+                yield HeldWorkspace(str(path), True, upper)
             finally:
                 with contextlib.suppress(ConflictError, NotFoundError):  # it was ended meanwhile
                     await settled(asyncio.ensure_future(self._engine.post(f"/containers/{live.cid}/unpause")))
@@ -488,7 +508,7 @@ class DockerBackend(GuestBackend):
                 if not await self._thread(live.groups.freeze):
                     raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
                 mapped = await self._thread(has_shared_map, live.groups.processes())
-            yield HeldWorkspace(str(path), mapped)
+            yield HeldWorkspace(str(path), mapped, upper)
         finally:
             await self._thread(live.groups.thaw)
 
@@ -543,6 +563,8 @@ class DockerBackend(GuestBackend):
                 observed = live.process if not self._facts.is_gvisor else None
                 details = await self._thread(lambda: observe(observed, live.groups.limits()))
                 details["usage"] = await self._thread(live.groups.usage)
+                if self._facts.is_gvisor:  # kept by the guest's own kernel
+                    details["limits"]["pids"] = record.spec.pids_limit
         details |= {
             "image": record.spec.image,
             "image_digest": record.image_id,
@@ -647,9 +669,10 @@ class DockerBackend(GuestBackend):
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
 
 
-def _daemon_config(spec: SandboxSpec, key: bytes) -> bytes:
-    memory = spec.memory_mb * container.MIB
-    return msgspec.msgpack.encode({"key": key, "uid": spec.uid, "gid": spec.gid, "memory_bytes": memory})
+def _daemon_config(spec: SandboxSpec, key: bytes, *, limits_processes: bool) -> bytes:
+    """The daemon's private configuration; ``limits_processes`` has it keep that limit, where the host cannot."""
+    values = {"key": key, "uid": spec.uid, "gid": spec.gid, "memory_bytes": spec.memory_mb * container.MIB}
+    return msgspec.msgpack.encode(values | ({"pids_limit": spec.pids_limit} if limits_processes else {}))
 
 
 def _changes(environment: Environment, record: Record) -> Path:

@@ -31,6 +31,8 @@ DAEMON_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SET
 CPU_PERIOD_US = 100_000
 NOFILE = 20_000
 """Descriptors of a process: enough for servers and build tools, and a bound on loops that close "all" of them."""
+PTYS = 128
+"""Pseudoterminals of a sandbox. All sandboxes and containers of a host share some 3,000 (``kernel.pty.max``)."""
 SHM_MB = 64
 MIB = 1024 * 1024
 MASKED = (
@@ -39,8 +41,10 @@ MASKED = (
     *(f"/proc/{name}" for name in ("timer_list", "timer_stats")),
     *("/sys/block", "/sys/class/block", "/sys/dev/block", "/sys/devices/virtual/block"),
     *("/sys/devices/virtual/powercap", "/sys/firmware"),
-    *(f"/sys/fs/{name}" for name in ("bcache", "bpf", "btrfs", "erofs", "ext4", "f2fs", "fuse", "jfs", "nfs")),
-    *(f"/sys/fs/{name}" for name in ("ocfs2", "orangefs", "pstore", "resctrl", "selinux", "smackfs", "xfs", "zonefs")),
+    *(
+        f"/sys/fs/{name}"
+        for name in ("bcache", "bpf", "btrfs", "erofs", "ext4", "f2fs", "fuse", "nfs", "pstore", "xfs")
+    ),
 )
 """More than engines mask by default: each sandbox's disk is a device of the host, so what lists devices, mounted file
 systems and locks tells of all sandboxes; the kernel's command line may hold what is the host's alone."""
@@ -75,7 +79,7 @@ class Layout:
 
     ``daemon_args`` is the daemon's argv; ``network`` the name of a network, or ``none``; ``mounts`` come beside the
     image's volumes, whose paths are ``volumes``; ``runtime`` is empty for the engine's own choice; ``tmpfs`` are more
-    of them, with their options.
+    of them, with their options; ``masked`` are more paths that nobody is to see.
     """
 
     image_id: str
@@ -87,6 +91,7 @@ class Layout:
     runtime: str = ""
     tmpfs: Mapping[str, str] | None = None
     pids_on_host: bool = True
+    masked: tuple[str, ...] = ()
 
 
 def labels(id: str, instance: str) -> dict[str, str]:
@@ -131,7 +136,7 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
             "CgroupnsMode": "private",
             "PidMode": "",
             "UTSMode": "",
-            "MaskedPaths": list(MASKED),
+            "MaskedPaths": [*MASKED, *layout.masked],
             "ReadonlyPaths": list(READ_ONLY),
             "RestartPolicy": {"Name": "no"},
             "LogConfig": {"Type": "json-file", "Config": {"max-size": _LOG_BYTES, "max-file": "1"}},
@@ -203,6 +208,22 @@ def layered_volume(
         "DriverOpts": {"type": "overlay", "device": "overlay", "o": text},
         "Labels": labels(id, instance),
     }
+
+
+def pty_volume(id: str, instance: str) -> dict[str, Any]:
+    """The body that creates a volume of pseudoterminals: what the engine itself mounts there has no limit."""
+    options = f"newinstance,ptmxmode=0666,mode=0620,max={PTYS},nosuid,noexec"
+    return {
+        "Name": pty_volume_name(id),
+        "Driver": "local",
+        "DriverOpts": {"type": "devpts", "device": "devpts", "o": options},
+        "Labels": labels(id, instance),
+    }
+
+
+def pty_volume_name(id: str) -> str:
+    """Its name."""
+    return f"{PREFIX}{id}-pts"
 
 
 def named_volume(name: str, id: str, instance: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ _LIMITS: Mapping[LimitName, tuple[str, ...]] = {
 _HOST_SOCKETS = {"--host-uds=create", "--host-uds=all", "-host-uds=create", "-host-uds=all"}
 """Of runsc: it lets a sandbox's daemon bind a socket in a directory of the host's."""
 
+_NO_NETWORK = {"--network=none", "-network=none"}
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -45,6 +47,7 @@ class Facts:
     is_gvisor: bool
     not_shared: str
     binds_sockets: bool
+    has_network: bool = True
 
     @property
     def shares_files(self) -> bool:
@@ -69,6 +72,7 @@ async def find(engine: Engine, asked: str, instance: str) -> Facts:
     how = runtimes.get(runtime) or {}
     is_gvisor = "runsc" in runtime or PurePosixPath(str(how.get("path") or "")).name.startswith("runsc")
     not_shared = await _why_not_shared(engine, info, instance)
+    options = set(how.get("runtimeArgs") or ())
     return Facts(
         version=str(version.get("Version", "")),
         machine=str(info.get("Architecture", "")),
@@ -77,7 +81,8 @@ async def find(engine: Engine, asked: str, instance: str) -> Facts:
         asked=asked,
         is_gvisor=is_gvisor,
         not_shared=not_shared,
-        binds_sockets=not not_shared and (not is_gvisor or bool(_HOST_SOCKETS & set(how.get("runtimeArgs") or ()))),
+        binds_sockets=not not_shared and (not is_gvisor or bool(_HOST_SOCKETS & options)),
+        has_network=not _NO_NETWORK & options,
     )
 
 

@@ -52,9 +52,12 @@ class HostOnEngine:
                 directory.rmdir()
 
     def mounts(self) -> tuple[Mount, ...]:
-        """What of the host a container gets, in order."""
+        """What of the host a container gets, in order.
+
+        ``/usr`` is read-only by what it is bound from; asked for it again, a runtime forgets what else is true of that.
+        """
         return tuple(
-            Mount("bind", str(self._usr if target == "/usr" else self._empty), target, read_only=True)
+            Mount("bind", str(self._usr), target) if target == "/usr" else Mount("bind", str(self._empty), target, True)
             for _, target in self._image.binds()
         )
 

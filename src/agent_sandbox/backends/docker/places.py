@@ -5,10 +5,10 @@
     DATA_DIR/docker/env/<id>/           0700
     ├── spec.json                       0600, the record: what was asked for, the image's content, the container
     ├── key                             0600, the 32 bytes that prove either side of the wire to the other
-    ├── guest/                          0700, mounted into the sandbox: the daemon's ``config`` (0600) and its ``sock``
     └── disk.img                        the disk
     /run/agent-sandbox/<instance>/docker/<id>/
-                                        where the disk is mounted
+                                        where the disk is mounted; on it beside the workspace
+    └── guest/                          0700, mounted into the sandbox: the daemon's ``config`` (0600) and its ``sock``
     /run/agent-sandbox/<instance>/l/<name>-<n>
                                         short names of layers, since mount options end at 4 KiB
 
@@ -73,7 +73,7 @@ class Environment:
     def __init__(self, directory: Path, mount_point: Path, links: Path) -> None:
         self.id = directory.name
         self.directory = directory
-        self.guest = directory / "guest"
+        self.guest = mount_point / "guest"
         self.disk = Disk(directory, mount_point)
         self._links = links
         self._link = hashlib.sha256(self.id.encode()).hexdigest()[:12]
@@ -133,7 +133,11 @@ class Environment:
             path.unlink(missing_ok=True)
 
     def prepare_guest(self, config: bytes) -> None:
-        """Make the directory that the daemon shares with this host, with its configuration and no socket."""
+        """Make the directory that the daemon shares with this host, with its configuration and no socket.
+
+        It is on the disk, which is mounted without set-id bits and devices, and whose full blocks keep a reserve for
+        the host's root.
+        """
         self.guest.mkdir(mode=0o700, exist_ok=True)
         for name in ("config", "sock"):
             (self.guest / name).unlink(missing_ok=True)
@@ -190,8 +194,6 @@ class Environment:
                 mounts.unmount(point)
         with contextlib.suppress(FileNotFoundError):
             self.disk.mount_point.rmdir()
-        with contextlib.suppress(FileNotFoundError):
-            (self.guest / "sock").unlink()
         for link in self._links.glob(f"{self._link}-*"):
             link.unlink(missing_ok=True)
 
