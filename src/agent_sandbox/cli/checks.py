@@ -38,6 +38,8 @@ class Probe:
     tools: Mapping[str, str] = field(default_factory=dict)
     max_user_namespaces: int | None = None
     idmap_problem: str | None = None
+    overlay_problem: str | None = None
+    workspaces: str = "auto"
     systemd: Literal["absent", "running", "running with our unit"] = "absent"
     kvm: Literal["absent", "no access", "usable"] = "absent"
     docker: str = ""
@@ -110,6 +112,22 @@ def overlayfs(probe: Probe) -> Finding:
     if "overlay" in probe.filesystems:
         return Finding("overlayfs", "ok", "in the kernel")
     return Finding("overlayfs", "warn", "not loaded", "for writable root filesystems: modprobe overlay")
+
+
+def workspaces(probe: Probe) -> Finding:
+    """How a rollback or fork makes a workspace; only root can try overlays."""
+    cost = "rollback and fork copy the whole workspace"
+    if probe.workspaces == "copy":
+        return Finding("workspaces", "ok", f"copied, by AGENT_SANDBOX_WORKSPACES; {cost}")
+    if probe.overlay_problem is None:
+        return Finding("workspaces", "warn", "not tried", "run doctor as root, which alone can try overlays")
+    if not probe.overlay_problem:
+        return Finding("workspaces", "ok", "overlays over shared layers")
+    if probe.workspaces == "overlay":
+        remedy = "set AGENT_SANDBOX_WORKSPACES to auto or copy"
+        return Finding("workspaces", "fail", f"no overlays: {probe.overlay_problem}", remedy)
+    remedy = f"load overlayfs (modprobe overlay), in a machine and not in a container; without, {cost}"
+    return Finding("workspaces", "warn", f"copied: {probe.overlay_problem}", remedy)
 
 
 def loop_devices(probe: Probe) -> Finding:
@@ -237,6 +255,7 @@ CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     root,
     cgroups,
     overlayfs,
+    workspaces,
     loop_devices,
     runc,
     e2fsprogs,

@@ -70,6 +70,8 @@ def gather(settings: Settings) -> checks.Probe:
         },
         max_user_namespaces=_number("/proc/sys/user/max_user_namespaces"),
         idmap_problem=_idmap_problem(data_dir),
+        overlay_problem=_overlay_problem(),
+        workspaces=settings.workspaces,
         systemd=_systemd(),
         kvm=_kvm(),
         docker=_tool("docker", "--version"),
@@ -143,6 +145,14 @@ def _idmap_problem(data_dir: Path) -> str | None:
     while not data_dir.exists() and data_dir != data_dir.parent:
         data_dir = data_dir.parent
     return idmap.why_not((Path("/usr"), data_dir))
+
+
+def _overlay_problem() -> str | None:
+    if platform.system() != "Linux" or os.geteuid() != 0:
+        return None
+    from agent_sandbox.backends.linux.overlay import why_no_overlay
+
+    return why_no_overlay(Path("/run"))
 
 
 def _systemd() -> Literal["absent", "running", "running with our unit"]:
