@@ -158,7 +158,7 @@ async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
 
     held = from_directory(HeldWorkspace(str(tree), False))
     (tree / "f").write_text("1")
-    commit = (await kept.take("sb1", "snap1", None, held, 1 << 20)).commit
+    commit = (await kept.take("sb1", "snap1", held, 1 << 20)).commit
     async with kept.aside("sb1", commit, held, 1 << 20):
         later = Workspaces(tmp_path / "data", 1 << 30, in_use)
         await later.start(("snap1",), ("sb1",))
@@ -169,7 +169,7 @@ async def test_a_state_aside_that_a_crash_left_goes_with_the_next_start(
 async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> None:
     ended = threading.Event()
     busy = [asyncio.ensure_future(kept.study(lambda _: ended.wait(30))) for _ in range(9)]
-    await kept.take("sb1", "snap1", None, from_directory(HeldWorkspace(str(tree), False)), 1 << 20)
+    await kept.take("sb1", "snap1", from_directory(HeldWorkspace(str(tree), False)), 1 << 20)
     assert not ended.is_set()
     assert not any(one.done() for one in busy)
     ended.set()
@@ -178,7 +178,7 @@ async def test_comparisons_hold_no_snapshot_up(kept: Workspaces, tree: Path) -> 
 
 async def take_a_large_state(kept: Workspaces, tree: Path) -> str:
     (tree / "big").write_bytes(os.urandom(8 << 20))
-    return (await kept.take("sb1", "snap1", None, from_directory(HeldWorkspace(str(tree), False)), 1 << 30)).commit
+    return (await kept.take("sb1", "snap1", from_directory(HeldWorkspace(str(tree), False)), 1 << 30)).commit
 
 
 async def test_an_archive_waits_for_a_reader_at_its_very_end(kept: Workspaces, tree: Path) -> None:

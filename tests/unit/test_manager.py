@@ -503,7 +503,14 @@ async def test_write_snapshot_change_restore_five_times(server: Server, manager:
         assert await tree(manager, sandbox.id) != before
         rolled = await manager.rollback(sandbox.id, snapshot.id)
         assert await tree(manager, sandbox.id) == before
-        assert rolled == dataclasses.replace(sandbox, env_id=f"{sandbox.id}-{turn + 1}", source_snapshot_id=snapshot.id)
+        assert rolled == dataclasses.replace(
+            sandbox,
+            env_id=f"{sandbox.id}-{turn + 1}",
+            source_snapshot_id=snapshot.id,
+            commit=snapshot.commit,
+            commit_bytes=snapshot.size_bytes,
+            parked=f"{sandbox.id}-{turn}",
+        )
         assert (await manager.exec(sandbox.id, "printenv A")).stdout == b"1\n"
         with pytest.raises(NotFoundError):
             await manager.read_file(sandbox.id, "/tmp/x")
@@ -662,7 +669,7 @@ async def test_a_fork_gets_the_content_of_its_image(tmp_path: Path) -> None:
 
 
 async def test_health(server: Server, manager: Manager) -> None:
-    await manager.ping()
+    assert await manager.ping() == "fake"
     assert manager.backend_names() == ["fake"]
     (status,) = await manager.describe_backends()
     assert (status.name, status.default, status.healthy, status.message) == ("fake", True, True, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import shutil
 import sqlite3
@@ -108,7 +109,7 @@ async def test_a_crash_during_rollback_after_the_swap(server: Server) -> None:
     assert len(await server.fake.list_ids()) == 2
     await server.restart()
     assert await ids(server) == ([rolled.env_id], [rolled.env_id])
-    assert await server.manager.get(sandbox.id) == rolled
+    assert await server.manager.get(sandbox.id) == dataclasses.replace(rolled, parked=None)
     assert await server.manager.read_file(sandbox.id, "x") == b"old"
 
 
@@ -404,6 +405,47 @@ async def test_another_backend_that_is_down_is_waited_for(tmp_path: Path, caplog
         await manager.close()
 
 
+async def test_a_default_that_is_down_stops_no_other(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "data", backends=("fake", "second"))
+    first, second = FakeBackend(settings), Second(settings)
+    manager = Manager(settings, {"fake": first, "second": second})
+    first.failures["start"] = [BackendError("install runc")]
+    await manager.start()
+    try:
+        assert await manager.ping() == "second"
+        with pytest.raises(BackendError, match="install runc"):
+            await manager.create(CreateOptions())
+        made = await manager.create(CreateOptions(min_isolation="process"))
+        assert made.backend == "second"
+        assert (await manager.exec(made.id, "echo there")).stdout == b"there\n"
+        with pytest.raises(BackendError, match="'fake' is down"):  # what is in use there is not known
+            await manager._fleet._layers_in_use()
+        await manager._fleet._sweep()
+        assert (await manager.create(CreateOptions())).backend == "fake"
+        assert await manager.ping() == "fake"
+        first.failures["ping"] = [BackendError("gone")]
+        assert await manager.ping() == "second"
+        first.failures["ping"], second.failures["ping"] = [BackendError("gone")], [BackendError("too")]
+        with pytest.raises(BackendError, match="gone"):
+            await manager.ping()
+        for record in await manager.list_sandboxes():
+            await manager.destroy(record.id)
+    finally:
+        await manager.close()
+
+
+async def test_a_server_of_which_no_backend_comes_up_does_not_start(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "data", backends=("fake", "second"))
+    first, second = FakeBackend(settings), Second(settings)
+    first.failures["start"], second.failures["start"] = [BackendError("install runc")], [BackendError("install it")]
+    manager = Manager(settings, {"fake": first, "second": second})
+    with pytest.raises(BackendError, match="no backend is up; fake: install runc"):
+        await manager.start()
+    again = Manager(settings, {"fake": first, "second": second})
+    await again.start()  # nothing was held on to
+    await again.close()
+
+
 async def test_a_backend_that_is_not_configured_any_more(tmp_path: Path) -> None:
     settings = make_settings(tmp_path / "data")
     first, second = FakeBackend(settings), Second(settings)
@@ -417,6 +459,8 @@ async def test_a_backend_that_is_not_configured_any_more(tmp_path: Path) -> None
     for call in (manager.exec(sandbox.id, "true"), manager.destroy(sandbox.id)):
         with pytest.raises(BackendError, match="'second' is not configured"):
             await call
+    with pytest.raises(BackendError, match="'second', which is not configured"):  # its layers are not known
+        await manager._fleet._layers_in_use()
     await manager.close()
     manager = Manager(settings, {"fake": first, "second": second})
     await manager.start()
@@ -475,4 +519,9 @@ def test_records_are_what_the_interface_promises() -> None:
         "source_snapshot_id",
         "latest_at",
         "metadata",
+        "project",
+        "source",
+        "commit",
+        "commit_bytes",
+        "parked",
     ]

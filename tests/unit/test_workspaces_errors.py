@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.errors import BackendError, LimitExceededError, StoreFullError
+from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, StoreFullError
 from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import Taken, Workspaces
 from agent_sandbox.store import Report, Store
@@ -49,13 +49,17 @@ async def test_a_workspace_is_kept_though_the_state_that_it_began_with_is_lost(t
     workspace.mkdir()
     (workspace / "file").write_text("text")
     workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
-    await workspaces.start([], ["sandbox"])
+    await workspaces.start([], ["sandbox-1"])
     try:
-        taken = await workspaces.take(
-            "sandbox", "snapshot", "ab" * 32, from_directory(HeldWorkspace(str(workspace), False)), 1 << 20
-        )
+        with pytest.raises(NotFoundError):
+            await workspaces.stand("sandbox-1", "ab" * 32)
+        source = from_directory(HeldWorkspace(str(workspace), False))
+        with pytest.raises(ConflictError, match="take a snapshot"):
+            async with workspaces.aside("sandbox-1", "ab" * 32, source, 1 << 20):
+                raise AssertionError("compared with nothing")
+        taken = await workspaces.take("sandbox-1", "snapshot", source, 1 << 20)
         assert taken.report.files == 1
-        assert await workspaces.head("sandbox") == taken.commit
+        assert await workspaces.head("sandbox-1") == taken.commit
     finally:
         await workspaces.close()
 

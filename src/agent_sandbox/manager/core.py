@@ -7,8 +7,6 @@ fails because the environment does not run any more, the caller is told that, wi
 
 from __future__ import annotations
 
-import secrets
-import string
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -19,11 +17,9 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConnectionLostError, SandboxError
 from agent_sandbox.manager.entries import Entry, Life, stopped
 from agent_sandbox.manager.fleet import Fleet
+from agent_sandbox.manager.records import new_id as new_id
 
 _T = TypeVar("_T")
-
-_ID_ALPHABET = string.ascii_lowercase + string.digits
-_ID_LENGTH = 16  # 82 bits: not to be guessed, and never met twice
 
 
 class Core:
@@ -89,8 +85,3 @@ class Core:
         finally:
             self._calls -= 1
             self._last_active = time.monotonic()
-
-
-def new_id(prefix: str) -> str:
-    """Make an id that nobody else has or can guess."""
-    return prefix + "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_LENGTH))

@@ -66,6 +66,7 @@ class Entry:
         self.operation: asyncio.Task[Any] | None = None
         self.destruction: asyncio.Task[None] | None = None
         self.retiring: set[asyncio.Task[None]] = set()
+        self.parking: asyncio.Task[None] | None = None
         self.attached: dict[object, float] = {}
         self.kept: dict[str, float] = {}
         self.asked = True
@@ -154,6 +155,13 @@ class Entry:
             await self.commit(store, "use", **times)
         finally:
             self._renewing -= 1
+
+    async def unpark(self, store: StateStore, env_id: str) -> None:
+        """Let go of a parked environment, unless another one took its place. Run it as :meth:`commit`."""
+        async with self._writing:
+            if self.record.parked == env_id:
+                await store.put_sandbox(dataclasses.replace(self.record, parked=None), self.environments)
+                self.record = dataclasses.replace(self.record, parked=None)
 
     async def forget(self, store: StateStore) -> None:
         """Remove the row, after every write that is under way."""

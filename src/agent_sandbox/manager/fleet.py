@@ -35,6 +35,7 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager.checkpoints import Checkpoints
 from agent_sandbox.manager.entries import HOLD_SECONDS, Entry, stopped
+from agent_sandbox.manager.parking import Parking
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from agent_sandbox.manager.snapshots import SnapshotFiles
 from agent_sandbox.manager.state import DataLock, StateStore, StoredSandbox, prepare_data_dir
@@ -69,6 +70,15 @@ class Fleet:
         self.checkpoints = Checkpoints(settings.data_dir / "checkpoints")
         self.workspaces = Workspaces(settings.data_dir, settings.checkout_cache_mb << 20, self._layers_in_use)
         self.tasks = Tasks()
+        self.parking = Parking(
+            settings,
+            self.state,
+            self.workspaces,
+            self.tasks,
+            backend=self.backend,
+            retire=self.retire,
+            clock=clock,
+        )
         self.entries: dict[str, Entry] = {}
         self.unreadable: dict[str, StoredSandbox] = {}
         self._lock = DataLock(settings.data_dir / "lock")
@@ -112,7 +122,7 @@ class Fleet:
                     log.warning("backend %s is down: %s", name, error)
             if len(self._down) == len(self.backends):
                 raise BackendError(f"no backend is up; {self.default}: {self._down[self.default]}")
-            await self.workspaces.start(await self.state.snapshot_ids(), {*self.entries, *self.unreadable})
+            await self._start_workspaces()
         except BaseException:
             self.tasks.cancel()
             await self.tasks.settle(_CLOSE_SECONDS)
@@ -329,12 +339,13 @@ class Fleet:
             await entry.commit(self.state, "destroy")
         except SandboxError as error:
             log.warning("sandbox %s: %s", entry.record.id, error)
+        await self.parking.end(entry)
         await self.backend(entry.record.backend).destroy(entry.record.env_id)
         await self.retired(entry)
         await self._forget(entry)
         entry.mark("removed")
         del self.entries[entry.record.id]
-        await self.workspaces.gone(entry.record.id)
+        await self.workspaces.gone(entry.record.env_id)
 
     async def _forget(self, entry: Entry) -> None:
         # On a full disk the row goes as soon as the environment's files have, which is in the background.
@@ -363,6 +374,7 @@ class Fleet:
         self._removing.add(env_id)
         try:
             await self.backend(self._orphans[env_id]).destroy(env_id)
+            await self.workspaces.gone(env_id)
             del self._orphans[env_id]
         except SandboxError as error:
             log.warning("destroying environment %s, to be tried again: %s", env_id, error)
@@ -396,7 +408,12 @@ class Fleet:
                 del self.entries[entry.record.id]
         mine = [entry for entry in self.entries.values() if entry.record.backend == name]
         await self._each([entry for entry in mine if entry.state == "running"], self._find_again)
-        mapped = {entry.record.env_id for entry in self.entries.values()}
+        for entry in mine:
+            if entry.record.parked is not None and entry.record.parked not in listed:
+                entry.record = dataclasses.replace(entry.record, parked=None)  # it was kept, and removed
+        if self.workspaces.is_open:
+            self._keep_parked(mine)
+        mapped = {id for entry in self.entries.values() for id in (entry.record.env_id, entry.record.parked)}
         for env_id in sorted(listed - mapped):
             if any(_belongs(env_id, row) for row in self.unreadable.values()):
                 log.warning("environment %s is left alone: its record cannot be read", env_id)
@@ -404,6 +421,39 @@ class Fleet:
             log.warning("environment %s has no record; destroying it", env_id)
             self._orphans[env_id] = name
         self._start_removals()
+
+    async def _start_workspaces(self) -> None:
+        environments = {row.env_id for row in self.unreadable.values()}
+        for entry in self.entries.values():
+            environments |= {entry.record.env_id, entry.record.parked or entry.record.env_id}
+        await self.workspaces.start(await self.state.snapshot_ids(), environments)
+        await self.parking.sweep({*self.entries, *self.unreadable})
+        for entry in self.entries.values():
+            if entry.record.commit is None and entry.record.source_snapshot_id is not None:
+                await self._find_beginning(entry)
+            if entry.record.commit is not None and entry.record.commit_bytes is not None:
+                self.workspaces.know(entry.record.commit, entry.record.commit_bytes)
+        self._keep_parked(entry for entry in self.entries.values() if entry.record.backend not in self._down)
+
+    async def _find_beginning(self, entry: Entry) -> None:
+        """Note what a sandbox of an earlier version began with, which did not write it down."""
+        try:
+            snapshot = await self.state.get_snapshot(entry.record.source_snapshot_id or "")
+            if snapshot.commit is not None:
+                await self.workspaces.stand(entry.record.env_id, snapshot.commit)
+                entry.record = dataclasses.replace(
+                    entry.record, commit=snapshot.commit, commit_bytes=snapshot.size_bytes
+                )
+        except NotFoundError:
+            return  # deleted since: its next snapshot begins a history anew
+        except SandboxError as error:
+            log.warning("sandbox %s: %s", entry.record.id, error)
+
+    def _keep_parked(self, entries: Iterable[Entry]) -> None:
+        """Go on with automatic snapshots that a server which ended did not finish."""
+        for entry in entries:
+            if entry.record.parked is not None and entry.state == "running" and entry.parking is None:
+                self.parking.begin(entry)
 
     async def _take_over_files(self) -> None:
         """Bring snapshots that an earlier version kept as files into the store, one by one."""

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from agent_sandbox.errors import BackendError, ConflictError, SandboxError
+from agent_sandbox.errors import BackendError, ConflictError
 from agent_sandbox.manager.core import Core
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.keeping import keeping
@@ -140,29 +140,23 @@ class History(Core):
                 record, backend = entry.record, self._fleet.backend(entry.record.backend)
                 if not record.running:
                     raise stopped(record.id)
-                base = await self._fleet.workspaces.head(record.id) or await self._beginning(entry)
-                limit = self._settings.max_snapshot_bytes
-                async with keeping(backend, self._fleet.workspaces).held(record.env_id, limit) as workspace:
+                base, most = await self._base(entry), self._settings.max_snapshot_bytes
+                async with keeping(backend, self._fleet.workspaces).held(record.env_id, most) as workspace:
                     now = await kept.enter_async_context(
-                        self._fleet.workspaces.aside(record.id, base, workspace, limit)
+                        self._fleet.workspaces.aside(record.env_id, base, workspace, most)
                     )
             return await self._compare(base, now.taken.commit, limit, text)
 
-    async def _beginning(self, entry: Entry) -> str:
-        source = entry.record.source_snapshot_id
-        if source is None:
-            return EMPTY
-        commit = None
-        try:
-            commit = (await self._fleet.in_store(source)).commit
-        except SandboxError:
-            pass  # the answer is the same
-        if commit is None:
+    async def _base(self, entry: Entry) -> str:
+        """The state that the workspace was last kept as, put back to, or began with; :class:`ConflictError`."""
+        record = entry.record
+        base = await self._fleet.workspaces.head(record.env_id) or record.commit
+        if base is None and record.source_snapshot_id is not None:  # begun by an earlier version, and deleted since
             raise ConflictError(
-                f"snapshot {source}, which the workspace began with, is no longer there; take a snapshot: changes"
-                " are told from then on"
+                f"snapshot {record.source_snapshot_id}, which the workspace began with, is no longer there; take a"
+                " snapshot: changes are told from then on"
             )
-        return commit
+        return base or EMPTY
 
     async def _compare(self, old: str, new: str, limit: int, text: bool) -> Differences:
         return await self._fleet.workspaces.study(lambda store: compare(store, old, new, limit=limit, text=text))

@@ -39,8 +39,8 @@ from agent_sandbox.manager.files import Files
 from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.idempotency import Idempotency
 from agent_sandbox.manager.keeping import keeping
-from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
+from agent_sandbox.manager.projects import Projects
 from agent_sandbox.manager.records import (
     BackendStatus,
     SandboxRecord,
@@ -58,7 +58,7 @@ _FIRST_PING_SECONDS = 2.0
 """How long a backend may take before the next one is asked, while somebody waits for one that answers."""
 
 
-class Manager(Commands, Files, Merging):
+class Manager(Commands, Files, Projects):
     """Owns every sandbox and snapshot of one DATA_DIR. The first backend is the default.
 
     Use it from one event loop, between :meth:`start` and :meth:`close`. ``clock`` gives seconds since the epoch; by
@@ -253,7 +253,6 @@ class Manager(Commands, Files, Merging):
                 raise stopped(record.id)
             id, limit = new_id("snap"), self._settings.max_snapshot_bytes
             created_at = self._clock()
-            source = await self._source_commit(record)
             kept, memory_bytes = keeping(backend, self._fleet.workspaces), None
             try:
                 async with AsyncExitStack() as stack:
@@ -264,7 +263,7 @@ class Manager(Commands, Files, Merging):
                         )
                     state = None if making is None else making.state
                     async with kept.held(record.env_id, limit, memory=state) as workspace:
-                        taken = await self._fleet.workspaces.take(record.id, id, source, workspace, limit)
+                        taken = await self._fleet.workspaces.take(record.env_id, id, workspace, limit)
                     if making is not None:
                         memory_bytes = await self._fleet.checkpoints.keep(making, record.backend, taken.commit)
             except BaseException:
@@ -288,14 +287,6 @@ class Manager(Commands, Files, Merging):
             await uninterrupted(self._keep(snapshot))
             return snapshot
 
-    async def _source_commit(self, record: SandboxRecord) -> str | None:
-        if record.source_snapshot_id is None:
-            return None
-        try:
-            return (await self._fleet.state.get_snapshot(record.source_snapshot_id)).commit
-        except SandboxError:
-            return None  # deleted meanwhile: the history begins anew
-
     async def _keep(self, snapshot: SnapshotRecord) -> None:
         try:
             await self._fleet.state.put_snapshot(snapshot)
@@ -313,10 +304,18 @@ class Manager(Commands, Files, Merging):
         await self._fleet.checkpoints.delete(id)
         await self._fleet.workspaces.drop(id)
 
-    async def list_snapshots(self, sandbox_id: str | None = None) -> list[SnapshotRecord]:
-        """Give the snapshots by ``created_at``: all, or those of one sandbox, which need not live any more."""
+    async def list_snapshots(self, sandbox_id: str | None = None, *, auto: bool = False) -> list[SnapshotRecord]:
+        """Give the snapshots by ``created_at``: all, or those of one sandbox, which need not live any more.
+
+        ``auto``: those too that rollbacks made of what they replaced; it waits for those that are being made.
+        """
         with self._active():
-            return await self._fleet.state.list_snapshots(sandbox_id)
+            if auto:
+                entries = self._fleet.entries.values()
+                waiting = [entry for entry in entries if sandbox_id in (None, entry.record.id)]
+                await asyncio.gather(*(self._fleet.parking.settled(entry) for entry in waiting))
+            found = await self._fleet.state.list_snapshots(sandbox_id)
+            return found if auto else [snapshot for snapshot in found if not snapshot.auto]
 
     async def get_snapshot(self, id: str) -> SnapshotRecord:
         """Give one snapshot."""
@@ -338,7 +337,8 @@ class Manager(Commands, Files, Merging):
         """Put a snapshot's workspace in place of a sandbox's; every process in it ends. Id, spec, expiry and env stay.
 
         The snapshot's processes go on where it has them, unless ``memory`` is false; :class:`ConflictError` when they
-        cannot. Any failure leaves the sandbox as it was, its processes included.
+        cannot. What is replaced becomes the automatic snapshot in the background (``parking.py``). Any failure leaves
+        the sandbox as it was, its processes included.
         """
         with self._active():
             entry = self._fleet.find(id)
@@ -361,7 +361,10 @@ class Manager(Commands, Files, Merging):
         *,
         memory: bool = False,
     ) -> None:
-        """Put an environment that begins as a snapshot in place; ``ready`` comes between its being made and that."""
+        """Put an environment that begins as a snapshot in place; ``ready`` comes between its being made and that.
+
+        What is replaced is kept, unless the caller is ``ready``: it saw to that.
+        """
         backend = self._fleet.backend(entry.record.backend)
         old = entry.record.env_id
         entry.environments += 1
@@ -372,17 +375,28 @@ class Manager(Commands, Files, Merging):
             if ready is not None:
                 await ready()
             await uninterrupted(
-                entry.commit(self._fleet.state, "settled", env_id=new, source_snapshot_id=snapshot.id, running=True)
+                entry.commit(
+                    self._fleet.state,
+                    "settled",
+                    env_id=new,
+                    source_snapshot_id=snapshot.id,
+                    commit=snapshot.commit,
+                    commit_bytes=snapshot.size_bytes,
+                    parked=old if ready is None else entry.record.parked,
+                    running=True,
+                )
             )
             entry.kept.clear()
-            await self._fleet.workspaces.moved(entry.record.id, snapshot.commit or "")
             if memory:
                 await self._fleet.learn(entry)
         finally:
             is_swapped = entry.record.env_id == new
             if entry.state == "rolling_back":
                 entry.mark("settled")
-            self._fleet.retire(entry, old if is_swapped else new)
+            if entry.record.parked == old:
+                self._fleet.parking.begin(entry)
+            else:
+                self._fleet.retire(entry, old if is_swapped else new)
             if not is_swapped:
                 await self._fleet.retired(entry)
 
@@ -471,6 +485,8 @@ class Manager(Commands, Files, Merging):
                 source_snapshot_id=None if snapshot is None else snapshot.id,
                 latest_at=now + self._settings.max_timeout_seconds,
                 metadata=metadata,
+                commit=None if snapshot is None else snapshot.commit,
+                commit_bytes=None if snapshot is None else snapshot.size_bytes,
             )
         )
         try:
@@ -509,6 +525,9 @@ class Manager(Commands, Files, Merging):
         snapshot: SnapshotRecord | None,
         memory: bool,
     ) -> None:
+        if snapshot is not None:
+            await self._fleet.workspaces.stand(env_id, require_commit(snapshot))
+            self._fleet.workspaces.know(require_commit(snapshot), snapshot.size_bytes)
         if snapshot is None:
             await backend.create(env_id, spec)
         elif memory:

@@ -65,11 +65,11 @@ class Merging(History):
         async with entry.exclusive("rollback"), entry.gate.closed(), AsyncExitStack() as kept:
             if not entry.record.running:
                 raise stopped(entry.record.id)
-            base = await self._fleet.workspaces.head(entry.record.id) or await self._beginning(entry)
+            base = await self._base(entry)
             async with AsyncExitStack() as still:
                 source = keeping(backend, self._fleet.workspaces).held(entry.record.env_id, limit)
                 workspace = await still.enter_async_context(source)
-                aside = self._fleet.workspaces.aside(entry.record.id, base, workspace, limit)
+                aside = self._fleet.workspaces.aside(entry.record.env_id, base, workspace, limit)
                 ours = await kept.enter_async_context(aside)
                 result = await self._fleet.workspaces.ask(lambda store: store.merge(ours.branch, theirs))
                 if isinstance(result, UpToDate):
@@ -79,7 +79,8 @@ class Merging(History):
                 if isinstance(result, HeadMoved):
                     raise BackendError("the state that was merged into was moved by somebody else; do it again")
                 made = result.commit.hex()
-                size = await self._fleet.workspaces.ask(lambda store: store.data_bytes(made))
+                known = (ours.taken.commit, ours.taken.report.bytes)
+                size = await self._fleet.workspaces.ask(lambda store: store.data_bytes(made, known))
                 if size > limit:
                     raise PayloadTooLargeError(f"the files of the merged workspace hold more than {limit} bytes")
                 before = self._before(entry, snapshot, ours)

@@ -24,6 +24,7 @@ import sqlite3
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -194,6 +195,24 @@ class StateStore:
         """Write a new snapshot, whose file must be on the disk already."""
         row = (record.id, record.sandbox_id, record.created_at, encode_snapshot(record))
         await self._write("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)
+
+    async def put_automatic(self, record: SnapshotRecord) -> list[SnapshotRecord]:
+        """Write a new automatic snapshot in place of those that its sandbox has; give what went."""
+
+        def write() -> list[SnapshotRecord]:
+            with self._db() as connection:
+                gone = []
+                rows = connection.execute("SELECT record FROM snapshots WHERE sandbox_id = ?", (record.sandbox_id,))
+                for (text,) in rows.fetchall():
+                    with suppress(UnreadableRecordError):  # it is left alone
+                        if (other := decode_snapshot(text)).auto:
+                            connection.execute("DELETE FROM snapshots WHERE id = ?", (other.id,))
+                            gone.append(other)
+                row = (record.id, record.sandbox_id, record.created_at, encode_snapshot(record))
+                connection.execute("INSERT INTO snapshots VALUES (?, ?, ?, ?)", row)
+            return gone
+
+        return await self._call(write)
 
     async def replace_snapshot(self, record: SnapshotRecord) -> bool:
         """Write a snapshot's record anew; False when it was deleted meanwhile."""

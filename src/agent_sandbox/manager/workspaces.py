@@ -2,14 +2,19 @@
 
 ::
 
-    DATA_DIR/store/        every state, once (spec/store.md); the project ``sandboxes`` has a branch for each sandbox
+    DATA_DIR/store/        every state, once (spec/store.md); in ``sandboxes`` a branch for each environment
     DATA_DIR/checkouts/    layers that workspaces are mounted over: a cache (store/checkouts.py)
 
 The rules
 ---------
 * A snapshot is a pin with the snapshot's id on a commit. The commit and the pin are on the disk before the caller
   commits the row; a pin without a row goes at the next start, a row without a pin cannot be.
-* A sandbox's branch is where its next commit begins: only history and the size of patches hang on it, no content.
+* A pin with an environment's id is the state that it began with, from before it is made until it is gone: its layers
+  can be built again, its upper directory says what differs from it, and a snapshot that was deleted takes nothing away.
+* An environment's branch is where its next commit begins; there is none before the first. A rollback makes a new
+  environment, so no branch can be at a state that the workspace was not kept as.
+* Of an overlay the upper directory alone is read, where the sum of its bytes can be counted from a state whose sum is
+  known (``know``); else the whole, as the store does by itself where the upper does not tell (``Store.commit``).
 * Reading a workspace happens while the backend holds it still; nothing else here waits for a guest.
 * Everything that blocks runs in ``_THREADS`` threads, and is seen through when its caller is cancelled. A capture that
   nobody waits for any more ends at its next progress report.
@@ -28,16 +33,18 @@ import os
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_sandbox.errors import (
     BackendError,
+    ConflictError,
     InvalidRequestError,
     LimitExceededError,
     NotFoundError,
@@ -58,6 +65,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 PROJECT = "sandboxes"
+_TOTALS = 10_000
+"""States whose bytes are remembered: 1 MiB of memory."""
 _THREADS = 4
 _GC_SECONDS = 60.0
 _SYNC_SECONDS = 2.0
@@ -80,11 +89,12 @@ Outcome = tuple[Created | UpToDate | HeadMoved, ExportReport | None]
 class Source:
     """A workspace that can be read once: ``read`` makes it the next commit of a branch, in a thread.
 
-    Beside the store's outcome it gives what the backend left out before the store saw it. ``paced``: the sandbox
-    decides how long that takes.
+    Beside the store's outcome it gives what the backend left out before the store saw it. Its last argument is the
+    commit that layers below the workspace show, where that alone is enough. ``paced``: the sandbox decides how long
+    reading takes.
     """
 
-    read: Callable[[Store, str, Progress], Outcome]
+    read: Callable[[Store, str, Progress, bytes | None], Outcome]
     paced: bool = False
 
 
@@ -142,20 +152,21 @@ class Workspaces:
         self._syncing: asyncio.Task[None] | None = None
         self._garbage = False
         self._collected = 0.0
+        self._totals: OrderedDict[str, int] = OrderedDict()
 
     @property
-    def exists(self) -> bool:
-        """Whether there is a store."""
-        return self._path.exists()
+    def is_open(self) -> bool:
+        """Whether :meth:`start` was called."""
+        return self._loop is not None
 
-    async def start(self, snapshots: Collection[str], sandboxes: Collection[str]) -> None:
+    async def start(self, snapshots: Collection[str], environments: Collection[str]) -> None:
         """Open the store, making it when there is none, and drop what rows no longer lead to; find earlier layers.
 
-        ``snapshots`` and ``sandboxes`` are the ids of all that there are; the backends are up. A second call does
+        ``snapshots`` and ``environments`` are the ids of all that there are; the backends are up. A second call does
         nothing. Errors as of :class:`Store`.
         """
         if self._loop is None:
-            await self._run(lambda: self._open(snapshots, sandboxes))
+            await self._run(lambda: self._open(snapshots, environments))
             self._loop = asyncio.get_running_loop()
             await self._run(self._open_checkouts)
 
@@ -174,18 +185,17 @@ class Workspaces:
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
-    async def take(self, sandbox_id: str, snapshot_id: str, source: str | None, workspace: Source, limit: int) -> Taken:
-        """Keep a workspace under a snapshot's id, as the next commit of its sandbox.
+    async def take(self, env_id: str, snapshot_id: str, workspace: Source, limit: int) -> Taken:
+        """Keep an environment's workspace under a snapshot's id, as the next commit of its branch.
 
-        ``source`` is the commit that the sandbox began with. When it returns, the state survives ``kill -9`` and a
-        power loss. :class:`PayloadTooLargeError` above ``limit`` bytes of files, :class:`LimitExceededError` on a full
-        disk.
+        When it returns, the state survives ``kill -9`` and a power loss. :class:`PayloadTooLargeError` above ``limit``
+        bytes of files, :class:`LimitExceededError` on a full disk.
         """
 
         def keep(taken: Taken) -> None:
             self._opened().pin(snapshot_id, taken.commit)
 
-        return await self._capture(lambda: self._branch(sandbox_id, source), workspace, limit, keep)
+        return await self._capture(env_id, lambda: self._branch(env_id), workspace, limit, keep)
 
     async def adopt(self, snapshot_id: str, file: Path, digest: str) -> str:
         """Keep a snapshot's file, a compressed tar, as a commit under the snapshot's id; return the commit.
@@ -204,7 +214,7 @@ class Workspaces:
                 if hashlib.file_digest(archive, lambda: hashlib.blake2b(digest_size=32)).hexdigest() != digest:
                     raise BackendError(f"snapshot {snapshot_id} is damaged on disk: its checksum differs")
                 archive.seek(0)
-                branch = self._branch(f"from-file-{snapshot_id}", None)
+                branch = self._branch(f"from-file-{snapshot_id}")
                 try:
                     made = store.import_tar(branch, archive, progress=progress)
                 except InvalidRequestError as error:  # a sandbox made the archive, not who asks for it now
@@ -224,7 +234,7 @@ class Workspaces:
 
         def drop() -> None:
             store = self._opened()
-            commit = next((pin.commit for pin in store.pins() if pin.name == snapshot_id), None)
+            commit = store.pinned(snapshot_id)
             if commit is not None:
                 store.unpin(snapshot_id)
                 store.forget(commit.hex())
@@ -232,15 +242,23 @@ class Workspaces:
 
         await self._run(drop)
 
-    async def moved(self, sandbox_id: str, commit: str) -> None:
-        """Note that a sandbox's workspace was put back to a commit. That it was does not hang on this."""
-        try:
-            await self._run(lambda: self._opened().reset(self._branch(sandbox_id, commit), commit))
-        except SandboxError as error:
-            log.warning("sandbox %s was put back; its history still names what it had: %s", sandbox_id, error)
+    async def stand(self, env_id: str, commit: str) -> None:
+        """Keep the state that an environment is going to begin with, until :meth:`gone`; snapshots of it may go."""
+        await self.ask(lambda store: store.pin(env_id, commit))
 
-    async def gone(self, sandbox_id: str) -> None:
-        """Note that a sandbox is no more; its snapshots stay."""
+    def know(self, commit: str, data_bytes: int) -> None:
+        """Remember how many bytes of data a state has: those of one that is like it are then counted from it."""
+        self._totals[commit] = data_bytes
+        self._totals.move_to_end(commit)
+        while len(self._totals) > _TOTALS:
+            self._totals.popitem(last=False)
+
+    def _known(self, commit: bytes) -> tuple[str, int] | None:
+        total = self._totals.get(commit.hex())
+        return None if total is None else (commit.hex(), total)
+
+    async def gone(self, env_id: str) -> None:
+        """Note that an environment is no more; snapshots of it stay."""
 
         store = self._store
         if store is None:
@@ -248,13 +266,16 @@ class Workspaces:
 
         def remove() -> None:
             with suppress(NotFoundError):
-                store.delete(f"{PROJECT}:{sandbox_id}")
+                store.unpin(env_id)
+                self._garbage = True
+            with suppress(NotFoundError):
+                store.delete(f"{PROJECT}:{env_id}")
                 self._garbage = True
 
         try:
             await self._run(remove)
         except SandboxError as error:
-            log.warning("the history of sandbox %s goes with the next start: %s", sandbox_id, error)
+            log.warning("the history of environment %s goes with the next start: %s", env_id, error)
 
     # ---- history ---------------------------------------------------------------------------------------------------
 
@@ -266,28 +287,51 @@ class Workspaces:
         """As :meth:`ask`, for reading that may take seconds."""
         return await self._run(lambda: work(self._opened()), self._readers)
 
+    async def receive(self, work: Callable[[Store, Progress], _T]) -> _T:
+        """As :meth:`ask`, for what goes at a client's speed; the progress it is given ends it when the server stops."""
+
+        def progress(*_: int) -> None:
+            if self._stopping.is_set():
+                raise BackendError("the server is shutting down")
+
+        return await self._run(lambda: work(self._opened(), progress), self._archives)
+
+    def littered(self) -> None:
+        """Note that something was removed, so that gc has something to do."""
+        self._garbage = True
+
     async def pin(self, snapshot_id: str, commit: str) -> None:
         """Keep a state under a snapshot's id, as :meth:`take` does."""
         await self.ask(lambda store: store.pin(snapshot_id, commit))
 
-    async def head(self, sandbox_id: str) -> str | None:
-        """Give the state that a sandbox was last kept as or put back to; None where neither happened yet."""
+    async def head(self, env_id: str) -> str | None:
+        """Give the state that an environment was last kept as, or began with; None where it began empty."""
 
         def head(store: Store) -> str | None:
-            return next((ref.head.hex() for ref in store.refs(PROJECT) if ref.name == sandbox_id), None)
+            try:
+                return store.resolve(f"{PROJECT}:{env_id}").hex()
+            except NotFoundError:
+                pinned = store.pinned(env_id)
+                return None if pinned is None else pinned.hex()
 
         return await self.ask(head)
 
     @asynccontextmanager
-    async def aside(self, sandbox_id: str, base: str, workspace: Source, limit: int) -> AsyncIterator[Aside]:
-        """Keep a workspace while the block runs, beside the history of its sandbox; errors as of :meth:`take`.
+    async def aside(self, env_id: str, base: str, workspace: Source, limit: int) -> AsyncIterator[Aside]:
+        """Keep a workspace while the block runs, beside the history of its environment; errors as of :meth:`take`.
 
-        ``base`` is the state that it came from.
+        ``base`` is the state that it came from; :class:`ConflictError` when the store does not have it any more.
         """
-        name = f"{PROJECT}:{sandbox_id}.{secrets.token_hex(8)}"
+        name = f"{PROJECT}:{env_id}.{secrets.token_hex(8)}"
 
         def begin() -> str:
-            self._opened().fork(base, name)
+            try:
+                self._opened().fork(base, name)
+            except NotFoundError:
+                raise ConflictError(
+                    "the store no longer has the state that the workspace is compared with; take a snapshot: changes"
+                    " are told from then on"
+                ) from None
             return name
 
         def end() -> None:
@@ -296,7 +340,7 @@ class Workspaces:
                 self._opened().delete(name)
 
         try:
-            yield Aside(name, await self._capture(begin, workspace, limit, lambda _: None))
+            yield Aside(name, await self._capture(env_id, begin, workspace, limit, lambda _: None))
         finally:
             await uninterrupted(self._run(end))
 
@@ -321,6 +365,18 @@ class Workspaces:
             await uninterrupted(self._run(held.close))
         if self._syncing is None and self._checkouts is not None and self._checkouts.unsynced:
             self._syncing = asyncio.create_task(self._sync_soon(), name="sync checkouts")
+
+    def copied(self, commit: str) -> PreparedWorkspace:
+        """Give what lays a commit out in a directory of somebody else's. Errors as of the store, while it does."""
+
+        def fill(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
+            def progress(*_: int) -> None:
+                if unwanted() or self._stopping.is_set():
+                    raise BackendError("nobody waits for the workspace any more")
+
+            self._opened().lay_out(commit, directory, owner=owner, progress=progress)
+
+        return PreparedWorkspace(fill=fill)
 
     async def _sync_soon(self) -> None:
         """Sync new layers a moment later, many at once: until then a power loss takes them from who stands on them."""
@@ -353,18 +409,6 @@ class Workspaces:
         try:
             while (piece := await pieces.get()) is not None:
                 room.release()
-    def copied(self, commit: str) -> PreparedWorkspace:
-        """Give what lays a commit out in a directory of somebody else's. Errors as of the store, while it does."""
-
-        def fill(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
-            def progress(*_: int) -> None:
-                if unwanted() or self._stopping.is_set():
-                    raise BackendError("nobody waits for the workspace any more")
-
-            self._opened().lay_out(commit, directory, owner=owner, progress=progress)
-
-        return PreparedWorkspace(fill=fill)
-
                 yield piece
             await work
         finally:
@@ -393,19 +437,23 @@ class Workspaces:
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _open(self, snapshots: Collection[str], sandboxes: Collection[str]) -> None:
+    def _open(self, snapshots: Collection[str], environments: Collection[str]) -> None:
         store = self._store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
         if PROJECT not in {project.name for project in store.projects()}:
             store.init(PROJECT)
         for pin in list(store.pins()):
-            if pin.name not in snapshots:
-                log.warning("removing snapshot %s: it was never acknowledged", pin.name)
+            if pin.name not in snapshots and pin.name not in environments:
+                log.warning("letting go of state %s: no snapshot or sandbox of that name is known", pin.name)
                 store.unpin(pin.name)
                 self._garbage = True
-        for ref in list(store.refs(PROJECT)):
-            if ref.name != "main" and ref.name not in sandboxes:
-                store.delete(f"{PROJECT}:{ref.name}")
-                self._garbage = True
+        names = {ref.name for ref in store.refs(PROJECT)} - {"main"}
+        for id in environments:
+            older = id.rpartition("-")[0]  # earlier versions had a branch for each sandbox
+            if older in names and id not in names:
+                store.fork(f"{PROJECT}:{older}", f"{PROJECT}:{id}")
+        for name in names.difference(environments):
+            store.delete(f"{PROJECT}:{name}")
+            self._garbage = True
 
     def _open_checkouts(self) -> None:
         checkouts = self._opened().checkouts(
@@ -414,12 +462,16 @@ class Workspaces:
         checkouts.start()
         self._checkouts = checkouts
 
-    def _branch(self, sandbox_id: str, source: str | None) -> str:
-        store, branch = self._opened(), f"{PROJECT}:{sandbox_id}"
-        if sandbox_id not in {ref.name for ref in store.refs(PROJECT)}:
+    def _branch(self, env_id: str) -> str:
+        """The branch of an environment; it begins at the state that this began with."""
+        store, branch = self._opened(), f"{PROJECT}:{env_id}"
+        try:
+            store.resolve(branch)
+        except NotFoundError:
+            began = store.pinned(env_id)
             try:
-                store.fork(source or EMPTY, branch)
-            except NotFoundError:  # removed a moment ago, or with the store: a workspace needs no past to be kept
+                store.fork(began.hex() if began else EMPTY, branch)
+            except NotFoundError:  # lost with the store: a workspace needs no past to be kept
                 store.fork(EMPTY, branch)
         return branch
 
@@ -438,7 +490,7 @@ class Workspaces:
         return self._store
 
     async def _capture(
-        self, branch: Callable[[], str], workspace: Source, limit: int, keep: Callable[[Taken], None]
+        self, env_id: str, branch: Callable[[], str], workspace: Source, limit: int, keep: Callable[[Taken], None]
     ) -> Taken:
         """Commit a workspace to what ``branch`` gives, and ``keep`` the commit before anything else happens."""
         given_up = threading.Event()
@@ -449,15 +501,21 @@ class Workspaces:
 
         def commit() -> Taken:
             store, where = self._opened(), branch()
-            before = store.resolve(where)
-            result, exported = workspace.read(store, where, progress)
+            before, below = store.resolve(where), store.pinned(env_id)
+            known = self._known(before) or (self._known(below) if below else None)
+            result, exported = workspace.read(store, where, progress, below if known else None)
             if isinstance(result, HeadMoved):
                 raise BackendError("two snapshots of one sandbox were taken at once")
-            if result.report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
+            report = result.report
+            if known and not report.whole:
+                total = store.data_bytes(result.commit.hex(), known)
+                report = replace(report, bytes=total, whole=True)
+            if report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
                 store.reset(where, before.hex())
                 self._garbage = True
                 raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
-            taken = Taken(result.commit.hex(), result.report, exported)
+            taken = Taken(result.commit.hex(), report, exported)
+            self.know(taken.commit, report.bytes)
             keep(taken)
             return taken
 

@@ -331,6 +331,11 @@ class Store:
         """Yield the pins by name."""
         return self._database.index.pins()
 
+    def pinned(self, name: str) -> bytes | None:
+        """Return the commit that a pin keeps, or None."""
+        pin = self._database.index.pin(name)
+        return None if pin is None else pin.commit
+
     # ---- reading states --------------------------------------------------------------------------------------------
 
     def resolve(self, ref: str) -> bytes:
@@ -349,11 +354,6 @@ class Store:
             with landing(directory) as fd:
                 self._engine.checkout(root, fd, self._database, options=options, progress=progress)
 
-    def diff(self, a: str, b: str) -> Iterator[Change]:
-        """Yield what changed from ``a`` to ``b``, by path, reading only what differs; see ``diff.py``."""
-        (old, before), (new, after) = self._state(a), self._state(b)
-        return self._steps(diff(self._database, before, after), old, new)
-
     def lay_out(self, ref: str, directory: int, *, owner: tuple[int, int], progress: Progress | None = None) -> None:
         """Lay a state out in an open, empty directory, everything in it owned by ``owner`` (uid, gid). Needs root.
 
@@ -362,6 +362,11 @@ class Store:
         with self._database.reading():
             _, root = self._state(ref)
             self._engine.checkout(root, directory, self._database, options=Options(owner=owner), progress=progress)
+
+    def diff(self, a: str, b: str) -> Iterator[Change]:
+        """Yield what changed from ``a`` to ``b``, by path, reading only what differs; see ``diff.py``."""
+        (old, before), (new, after) = self._state(a), self._state(b)
+        return self._steps(diff(self._database, before, after), old, new)
 
     def hunks(self, change: Change, context: int = 3) -> Iterator[str]:
         """Yield the lines of a unified difference of one change of :meth:`diff`; see ``hunks.py``."""
