@@ -75,6 +75,7 @@ def serve(
     from agent_sandbox.server import run
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request to a Docker engine
     # A terminal that goes away ends the server as SIGTERM does: in order.
     signal.signal(signal.SIGHUP, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
     run.serve(settings, uds=unix)

@@ -287,11 +287,11 @@ class DockerBackend(GuestBackend):
             await self._thread(environment.prepare_guest, config)
         mounts = await self._mounts(environment, record, new=new)
         if not record.container:
+            if not record.shares_files:
+                await self._deliver(record, config, new=new)
             cid = await self._containers.create(id, self._body(record, mounts, await self._network_name(record)))
             record = replace(record, container=cid)
             await self._thread(environment.write, record)
-            if not record.shares_files:
-                await self._deliver(record, config, new=new)
         elif record.spec.network == "full":
             await self._network.ensure()
         await self._containers.start(record.container)
@@ -315,7 +315,7 @@ class DockerBackend(GuestBackend):
                 await self._engine.post("/volumes/create", container.named_volume(name, id, self.instance))
             return (
                 container.workspace_mount("volume", PREFIX + id),
-                Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
+                Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED, read_only=True),
                 *terminals,
             )
         daemon = Mount("bind", str(self._sandboxd), DAEMON, read_only=True)
@@ -360,12 +360,23 @@ class DockerBackend(GuestBackend):
         return await self._network.ensure() if record.spec.network == "full" else "none"
 
     async def _deliver(self, record: Record, config: bytes, *, new: bool) -> None:
-        """Upload the daemon and its configuration, and give the workspace to the sandbox user, before the start."""
+        """Bring the daemon and its configuration into their volume, and give the workspace's to the sandbox user.
+
+        The engine unpacks archives in a container that is not started: no program runs for it, whatever the image has.
+        """
+        id = record.id
+        mounts = (
+            Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
+            container.workspace_mount("volume", PREFIX + id),
+        )
+        body = container.messenger(id, record.image_id, self.instance, mounts)
+        cid = await self._containers.create(f"{id}-setup", body)
         daemon = await self._thread(self._sandboxd.read_bytes)
         archive = await self._thread(_archive, [("sandboxd", 0o755, daemon), ("config", 0o600, config)])
-        await self._engine.put_archive(record.container, DELIVERED, archive)
+        await self._engine.put_archive(cid, DELIVERED, archive)
         if new:
-            await self._engine.put_archive(record.container, "/", _workspace_archive(record.spec))
+            await self._engine.put_archive(cid, "/", _workspace_archive(record.spec))
+        await self._engine.delete(f"/containers/{cid}", force="true", v="true")
 
     async def _prove(self, environment: Environment, record: Record, nonce: str) -> None:
         """See that ``/workspace`` is the one made here: the daemon reads there what was put in, which then goes."""

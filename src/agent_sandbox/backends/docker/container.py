@@ -147,6 +147,23 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
     }
 
 
+def messenger(id: str, image_id: str, instance: str, mounts: Sequence[Mount]) -> dict[str, Any]:
+    """The body of a container that is never started: what is uploaded to it lands in its volumes."""
+    marks = labels(id, instance)
+    return {
+        "Image": image_id,
+        "Entrypoint": ["/nothing"],
+        "Cmd": [],
+        "User": "0:0",
+        "Labels": marks,
+        "HostConfig": {
+            "NetworkMode": "none",
+            "CapDrop": ["ALL"],
+            "Mounts": [mount.body(marks) for mount in mounts],
+        },
+    }
+
+
 def limits(spec: SandboxSpec, *, pids_on_host: bool) -> dict[str, Any]:
     """The limits of ``spec`` as the engine takes them; memory counts without swap."""
     half = max(1, spec.memory_mb // 2)
