@@ -1,0 +1,133 @@
+"""The engine's client against sockets that are no engine, end in the middle, or answer what they should not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent_sandbox.backends.docker import images
+from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
+
+
+@contextlib.asynccontextmanager
+async def answering(path: Path, *answers: bytes) -> AsyncIterator[Engine]:
+    """An engine at ``path`` that gives these answers in turn, each on a connection of its own, whatever is asked."""
+    left = list(answers)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(left.pop(0))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, str(path))
+    engine = Engine(f"unix://{path}")
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        server.close()
+
+
+def reply(body: object, status: str = "200 OK") -> bytes:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (status.encode(), len(text), text)
+
+
+@pytest.fixture
+def sock(tmp_path: Path) -> Path:
+    return tmp_path / "s"
+
+
+async def test_nobody_there_says_how_to_start_one(sock: Path) -> None:
+    engine = Engine(f"unix://{sock}")
+    with pytest.raises(BackendError, match="systemctl start docker"):
+        await engine.negotiate()
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        reply({"hello": "world"}),
+        reply(b"<html>"),
+        reply([1, 2]),
+        reply({"ApiVersion": "new", "MinAPIVersion": "1.12"}),
+        reply(b"nothing", "404 Not Found"),
+        reply({"error": "?"}, "500 Internal Server Error"),
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"[" * 100_000,
+    ],
+)
+async def test_a_wrong_socket_is_no_engine(sock: Path, answer: bytes) -> None:
+    async with answering(sock, answer) as engine:
+        with pytest.raises(BackendError) as told:
+            await engine.negotiate()
+    assert "Docker engine" in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("newest", "oldest", "spoken"), [("1.41", "1.12", "v1.41"), ("1.52", "1.44", "v1.44"), ("1.43", "1.24", "v1.41")]
+)
+async def test_the_version_is_one_that_both_speak(sock: Path, newest: str, oldest: str, spoken: str) -> None:
+    async with answering(sock, reply({"ApiVersion": newest, "MinAPIVersion": oldest, "Version": "x"})) as engine:
+        await engine.negotiate()
+        assert engine._prefix == f"/{spoken}"
+
+
+async def test_one_that_is_too_old_is_told(sock: Path) -> None:
+    async with answering(sock, reply({"ApiVersion": "1.40", "MinAPIVersion": "1.12"})) as engine:
+        with pytest.raises(BackendError, match=r"20\.10"):
+            await engine.negotiate()
+
+
+async def test_one_that_ends_in_the_middle_leaves_the_outcome_unknown(sock: Path) -> None:
+    for answer in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"):
+        async with answering(sock, answer) as engine:
+            with pytest.raises(BackendError, match="unknown"):
+                await engine.post("/containers/x/start")
+        sock.unlink(missing_ok=True)
+
+
+async def test_an_image_for_another_machine_is_refused(sock: Path) -> None:
+    other = {"Id": "sha256:1", "Os": "linux", "Architecture": "arm64", "Config": {}}
+    async with answering(sock, reply(other)) as engine:
+        with pytest.raises(UnsupportedError, match="arm64"):
+            await images.find(engine, "x", "x86_64", "docker")
+
+
+async def test_a_pull_that_fails_says_how_to_bring_the_image(sock: Path) -> None:
+    refused = reply({"message": "No such image: x"}, "404 Not Found")
+    down = (
+        json.dumps({"status": "Pulling"}).encode() + b"\n" + json.dumps({"error": "dial tcp: refused"}).encode() + b"\n"
+    )
+    async with answering(sock, refused, reply(down)) as engine:
+        with pytest.raises(NotFoundError, match="docker load"):
+            await images.find(engine, "x", "x86_64", "docker")
+
+
+async def test_a_digest_that_has_gone_is_not_pulled_as_something_else(sock: Path) -> None:
+    async with answering(sock, reply({"message": "No such image"}, "404 Not Found")) as engine:
+        with pytest.raises(NotFoundError, match="no image"):
+            await images.find(engine, "sha256:" + "0" * 64, "x86_64", "docker")
+
+
+async def test_an_image_that_says_nonsense_is_refused(sock: Path) -> None:
+    found = {"Id": "sha256:1", "Os": "linux", "Architecture": "amd64", "Config": {"Env": [1]}}
+    async with answering(sock, reply(found)) as engine:
+        with pytest.raises(InvalidRequestError, match="Env"):
+            await images.find(engine, "x", "x86_64", "docker")
+
+
+@pytest.mark.parametrize("name", ["", "two words", "a\nb", "a\x00b"])
+async def test_a_name_that_cannot_be_one_is_not_asked_for(sock: Path, name: str) -> None:
+    async with answering(sock) as engine:
+        with pytest.raises(SandboxError):
+            await images.find(engine, name, "x86_64", "docker")
