@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_sandbox.backends.oci import program
 from agent_sandbox.backends.oci import runc as module
 from agent_sandbox.backends.oci.runc import Runc
 from agent_sandbox.errors import BackendError
@@ -20,11 +21,11 @@ VERSION = 'if [ "$3" = --version ]; then echo "runc version 1.0-test"; exit 0; f
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Runc]:
     def make(body: str) -> Runc:
-        program = tmp_path / "bin" / "runc"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text("#!/bin/sh\n" + VERSION + body)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        script = tmp_path / "bin" / "runc"
+        script.parent.mkdir(exist_ok=True)
+        script.write_text("#!/bin/sh\n" + VERSION + body)
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
         root = tmp_path / "root"
         (root / "asb-sb1-1").mkdir(parents=True, exist_ok=True)
         return Runc(root)
@@ -35,7 +36,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run
 def test_the_end_of_the_loop_ends_a_call_that_hangs(
     make: Callable[[str], Runc], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_KILL_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(program, "_KILL_GRACE_SECONDS", 0.2)
     runc = make(f"echo $$ > {tmp_path}/pid; exec sleep 1000\n")
 
     async def leave() -> None:

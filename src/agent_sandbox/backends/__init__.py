@@ -19,6 +19,7 @@ BUILT_IN = {
     "docker": "agent_sandbox.backends.docker:DockerBackend",
     "fake": "agent_sandbox.backends.fake:FakeBackend",
     "runc": "agent_sandbox.backends.oci:OciBackend",
+    "gvisor": "agent_sandbox.backends.oci:GvisorBackend",
 }
 
 

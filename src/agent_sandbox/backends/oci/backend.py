@@ -31,8 +31,9 @@ import platform
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import ByteSource
@@ -43,15 +44,25 @@ from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS
+from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks, require_root
 from agent_sandbox.backends.linux.waiting import ended, settled
 from agent_sandbox.backends.oci import bundle, idmap
-from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, finish_groups, furnish, launch
+from agent_sandbox.backends.oci.building import (
+    CONTAINER_PREFIX,
+    DESCRIPTORS,
+    Host,
+    Listening,
+    finish_groups,
+    furnish,
+    launch,
+)
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.places import Places
+from agent_sandbox.backends.oci.program import Runtime
 from agent_sandbox.backends.oci.requirements import capabilities
-from agent_sandbox.backends.oci.runc import INSTALL, Runc
+from agent_sandbox.backends.oci.runc import Runc
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
@@ -63,6 +74,7 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.types import (
+    Capabilities,
     EnvironmentInfo,
     Fill,
     HeldWorkspace,
@@ -88,24 +100,25 @@ _CLOSE_SECONDS = 10.0
 
 
 class OciBackend(GuestBackend):
-    """Sandboxes as runc containers with ``sandboxd`` as their first process. See the contract in ``base.py``."""
+    """Sandboxes as runc containers with ``sandboxd`` as their first process. See the contract in ``base.py``.
+
+    The methods below "the runtime" are what another runtime does otherwise.
+    """
 
     name = "runc"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self._settings = settings
-        self._places = Places(settings.data_dir, settings.id_range_base)
+        self._places = self._make_places()
         self.instance = self._places.instance
-        self._runc = Runc(self._places.runc)
+        self._runtime = self._make_runtime()
         self._templates = Templates(self._places.templates)
         self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._hierarchies = cgroups.Hierarchies(None)
         self._host: Host | None = None
         self._version = ""
-        self.capabilities = capabilities(
-            frozenset(), has_swap_limit=False, has_socket_limit=False, no_userns="not started"
-        )
+        self.capabilities = self._capabilities(frozenset(), no_userns="not started", no_layers="")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
         self._changing: dict[str, asyncio.Task[None]] = {}
@@ -114,15 +127,15 @@ class OciBackend(GuestBackend):
     # -- the backend as a whole ------------------------------------------------------
 
     async def start(self) -> None:
-        require_root()
-        self._version = await self._runc.find()
-        self.versions = {"runc": self._version}
-        await self._runc.quiesce()
-        async with translated("starting the runc backend"):
+        require_root(self.name)
+        self._version = await self._runtime.find()
+        self.versions = {self._runtime.program: self._version}
+        await self._runtime.quiesce()
+        async with translated(f"starting the {self.name} backend"):
             await self._thread(self._prepare)
+            await self._let_go_on()
 
     def _prepare(self) -> None:
-        profile = seccomp.profile(platform.machine())
         sandboxd = find_sandboxd(self._settings.sandboxd)
         require_disks()
         self._hierarchies = cgroups.find_hierarchies()
@@ -135,16 +148,16 @@ class OciBackend(GuestBackend):
         self._images.prepare(in_use=self._places.root_directories())
         limits = cgroups.enforced(self._hierarchies)
         why_copied = self._choose_projection()
-        self.capabilities = capabilities(
-            limits,
-            has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
-            has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
-            no_userns=self._places.prepare_ranges(),
-            no_layers=why_copied,
+        self.capabilities = self._capabilities(limits, no_userns=self._why_no_ids(), no_layers=why_copied)
+        self._host = Host(
+            self.instance,
+            self._places.group,
+            sandboxd,
+            self._hierarchies,
+            self._counted(limits),
+            self._filter(),
+            self._templates,
         )
-        for id in self._list():
-            self._groups(id).thaw()  # a server that ended while it held a workspace left the sandbox frozen
-        self._host = Host(self.instance, sandboxd, self._hierarchies, limits, profile, self._templates)
 
     def _choose_projection(self) -> str:
         """Choose how workspaces begin as a state; say why they are copied, where they are."""
@@ -165,12 +178,12 @@ class OciBackend(GuestBackend):
         self._pool.shutdown(wait=False, cancel_futures=True)
         for root in self._hierarchies.all():
             with contextlib.suppress(OSError):
-                (root / f"agent-sandbox-{self.instance}").rmdir()
+                (root / self._places.group).rmdir()
         self._places.close()
 
     async def ping(self) -> None:
-        if not self._runc.installed():
-            raise BackendError(f"runc is no longer installed; {INSTALL}")
+        if not self._runtime.installed():
+            raise BackendError(f"{self._runtime.program} is no longer installed; {self._runtime.remedy}")
         if not os.access(self._places.environments, os.W_OK):
             raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
 
@@ -184,21 +197,36 @@ class OciBackend(GuestBackend):
         await self._create_over(id, spec, ())
 
     async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
-        if self.projection == "overlay":
-            await self._create_over(id, spec, workspace.lowers)
-        elif workspace.fill is not None:
-            await self._create_over(id, spec, (), workspace.fill)
-        else:
-            raise UnsupportedError("layered_workspace", self.name, "workspaces are copied here, not mounted over layers")
+        await self._create_prepared(id, spec, workspace)
 
-    async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...], fill: Fill | None = None) -> None:
+    async def _create_prepared(
+        self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, source: Path | None = None
+    ) -> None:
+        if self.projection == "overlay":
+            await self._create_over(id, spec, workspace.lowers, source=source)
+        elif workspace.fill is not None:
+            await self._create_over(id, spec, (), workspace.fill, source=source)
+        else:
+            raise UnsupportedError(
+                "layered_workspace", self.name, "workspaces are copied here, not mounted over layers"
+            )
+
+    async def _create_over(
+        self,
+        id: str,
+        spec: SandboxSpec,
+        layers: tuple[str, ...],
+        fill: Fill | None = None,
+        *,
+        source: Path | None = None,
+    ) -> None:
         self._check(id, spec)
         if len(layers) > MAX_LAYERS:
             raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
         if id in self._removals or self._places.environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
-            await self._alone(id, self._create(id, spec, layers, fill))
+            await self._alone(id, self._create(id, spec, layers, fill, source))
         except asyncio.CancelledError:
             if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
@@ -239,7 +267,9 @@ class OciBackend(GuestBackend):
             remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             raise UnsupportedError(f"limit {missing[0]}", self.name, remedy)
 
-    async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...], fill: Fill | None) -> None:
+    async def _create(
+        self, id: str, spec: SandboxSpec, layers: tuple[str, ...], fill: Fill | None, source: Path | None
+    ) -> None:
         environment, step = self._places.environment(id), _steps("create", id)
         try:
             async with translated("creating the sandbox"):
@@ -248,7 +278,7 @@ class OciBackend(GuestBackend):
                 step("record")
                 record, key = await self._thread(self._record_new, environment, spec, image, layers)
                 step("disk")
-                await self._build(environment, record, key, image, step, new=True, fill=fill)
+                await self._build(environment, record, key, image, step, new=True, fill=fill, source=source)
         except BaseException as error:
             tail = await self._thread(environment.log_tail)
             await settled(asyncio.ensure_future(self._undo(id)))
@@ -275,10 +305,11 @@ class OciBackend(GuestBackend):
         *,
         new: bool,
         fill: Fill | None = None,
+        source: Path | None = None,
     ) -> None:
         if self._host is None:
-            raise BackendError("the runc backend was not started")
-        host, unwanted = self._host, threading.Event()
+            raise BackendError(f"the {self.name} backend was not started")
+        host, listening, unwanted = self._host, self._listening(environment), threading.Event()
         filling = None if fill is None else lambda place, owner: fill(place, owner, unwanted.is_set)
         with contextlib.ExitStack() as stack:
             namespace = None
@@ -287,15 +318,14 @@ class OciBackend(GuestBackend):
                 stack.callback(os.close, namespace)
             furnishing = asyncio.get_running_loop().run_in_executor(
                 self._pool,
-                lambda: furnish(host, environment, record, image, namespace, new=new, fill=filling),
+                lambda: furnish(host, environment, record, image, namespace, listening, new=new, fill=filling),
             )
             await settled(furnishing, unwanted.set)
             step("start")
-            await launch(self._runc, environment, record, key)
-        await self._thread(finish_groups, host, record)
+            await self._launch(environment, record, key, source)
+        await self._thread(self._finish, host, environment, record)
         step("hello")
         self._records[environment.id] = record
-        await self._thread(environment.hide_root)
         await self.guest_ready(environment.id)
         step("ready")
 
@@ -335,7 +365,7 @@ class OciBackend(GuestBackend):
         await self._thread(self._kill, id)
 
     def _kill(self, id: str) -> None:
-        end_processes(self._runc.process(CONTAINER_PREFIX + id), self._groups(id))
+        end_processes(self._runtime.process(CONTAINER_PREFIX + id), self._groups(id))
 
     async def _clear(self, id: str) -> None:
         """End what still runs and remove everything."""
@@ -359,7 +389,7 @@ class OciBackend(GuestBackend):
         """
         failed: Exception | None = None
         try:
-            await self._runc.delete(CONTAINER_PREFIX + id)
+            await self._runtime.delete(CONTAINER_PREFIX + id)
         except BackendError as error:
             failed = error
         for work in (self._places.environment(id).unmount, self._groups(id).remove, *more):
@@ -457,10 +487,10 @@ class OciBackend(GuestBackend):
     def _list(self) -> list[str]:
         found = self._places.names()
         found |= {
-            name.removeprefix(CONTAINER_PREFIX) for name in self._runc.names() if name.startswith(CONTAINER_PREFIX)
+            name.removeprefix(CONTAINER_PREFIX) for name in self._runtime.names() if name.startswith(CONTAINER_PREFIX)
         }
         for root in self._hierarchies.all():
-            with contextlib.suppress(FileNotFoundError), os.scandir(root / f"agent-sandbox-{self.instance}") as entries:
+            with contextlib.suppress(FileNotFoundError), os.scandir(root / self._places.group) as entries:
                 found |= {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
         return sorted(id for id in found if _ID.fullmatch(id))
 
@@ -469,22 +499,22 @@ class OciBackend(GuestBackend):
 
     def _runs(self, id: str) -> bool:
         # One that a server forgot before it died is as good as ended: nobody can reach it any more.
-        process = self._runc.process(CONTAINER_PREFIX + id) if self._places.environment(id).is_known() else None
+        process = self._runtime.process(CONTAINER_PREFIX + id) if self._places.environment(id).is_known() else None
         return process is not None and process.alive()
 
     async def inspect(self, id: str) -> EnvironmentInfo:
         record = await self._record(id)
         async with translated("inspecting the sandbox"):
-            process = await self._thread(self._runc.process, CONTAINER_PREFIX + id)
+            process = await self._thread(self._runtime.process, CONTAINER_PREFIX + id)
             running = process is not None and process.alive()
             groups = self._groups(id)
-            details = await self._thread(observe, process if running else None, groups.limits())
+            details = await self._thread(self._observe, process if running else None, groups)
         details |= {
             "usage": groups.usage() if running else {},
             "image": record.spec.image,
             "image_digest": record.spec.image_digest,
-            "runtime": f"runc {self._version}",
-            "endpoint": str(self._places.environment(id).directory / "sock"),
+            "runtime": f"{self._runtime.program} {self._version}",
+            "endpoint": str(self._places.environment(id).endpoint),
             "labels": bundle.labels(id, self.instance),
         }
         return EnvironmentInfo(id, running, details)
@@ -528,6 +558,57 @@ class OciBackend(GuestBackend):
     def oom_kills(self, id: str) -> int | None:
         return self._groups(id).oom_kills()
 
+    # -- the runtime -----------------------------------------------------------------------
+
+    def _make_places(self) -> Places:
+        return Places(self._settings.data_dir, self._settings.id_range_base)
+
+    def _make_runtime(self) -> Runtime:
+        return Runc(self._places.runtime)
+
+    def _capabilities(self, limits: frozenset[LimitName], *, no_userns: str, no_layers: str) -> Capabilities:
+        """What is offered where control groups keep ``limits``."""
+        return capabilities(
+            limits,
+            has_swap_limit=cgroups.has_swap_limit(self._hierarchies),
+            has_socket_limit=cgroups.has_socket_limit(self._hierarchies),
+            no_userns=no_userns,
+            no_layers=no_layers,
+        )
+
+    def _why_no_ids(self) -> str:
+        """Why sandboxes get no host ids of their own; empty where they do."""
+        return self._places.prepare_ranges()
+
+    def _counted(self, limits: frozenset[LimitName]) -> frozenset[LimitName]:
+        """Those of ``limits`` that a sandbox's control groups are to keep."""
+        return limits
+
+    def _filter(self) -> Mapping[str, Any] | None:
+        """The system calls that a sandbox may make, its daemon too."""
+        return seccomp.profile(platform.machine())
+
+    def _listening(self, environment: Environment) -> Listening:
+        return DESCRIPTORS
+
+    async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:
+        """Start the container, going on from the checkpoint in ``source``; its daemon need not answer yet."""
+        assert isinstance(self._runtime, Runc)
+        await launch(self._runtime, environment, record, key)
+
+    def _finish(self, host: Host, environment: Environment, record: Record) -> None:
+        """Do what is left to do once the container runs."""
+        finish_groups(host, record)
+        environment.hide_root()
+
+    def _observe(self, process: Process | None, groups: cgroups.Groups) -> dict[str, Any]:
+        return observe(process, groups.limits())
+
+    async def _let_go_on(self) -> None:
+        """Let sandboxes go on that a server held when it ended."""
+        for id in await self._thread(self._list):
+            await self._thread(self._groups(id).thaw)
+
     # -- parts -----------------------------------------------------------------------------
 
     async def _record(self, id: str) -> Record:
@@ -539,7 +620,7 @@ class OciBackend(GuestBackend):
         return self._records[id]
 
     def _groups(self, id: str) -> cgroups.Groups:
-        return cgroups.Groups(self._hierarchies, f"/agent-sandbox-{self.instance}/{id}")
+        return cgroups.Groups(self._hierarchies, f"/{self._places.group}/{id}")
 
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""

@@ -31,18 +31,35 @@ _SOCKETS_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What all environments of one server share."""
+    """What all environments of one backend share.
+
+    ``enforces`` are the limits that control groups keep, ``seccomp`` the filter that the runtime lays on a sandbox.
+    """
 
     instance: str
+    group: str
     sandboxd: Path
     hierarchies: cgroups.Hierarchies
     enforces: frozenset[LimitName]
-    seccomp: Mapping[str, Any]
+    seccomp: Mapping[str, Any] | None
     templates: Templates
 
     def cgroups_path(self, id: str) -> str:
         """Where the control groups of environment ``id`` are below every hierarchy."""
-        return f"/agent-sandbox-{self.instance}/{id}"
+        return f"/{self.group}/{id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """How a daemon comes to its socket and configuration: its arguments, and the fields of :class:`bundle.Layout`."""
+
+    args: tuple[str, ...]
+    private: Path | None = None
+    limits: Mapping[str, int] | None = None
+
+
+DESCRIPTORS = Listening(("--listen-fd", str(bundle.LISTEN_FD), "--config-fd", str(bundle.CONFIG_FD)))
+"""Both are handed to it open."""
 
 
 def furnish(
@@ -51,6 +68,7 @@ def furnish(
     record: Record,
     image: ImageRoot,
     namespace: int | None,
+    listening: Listening,
     *,
     new: bool,
     fill: Callable[[int, tuple[int, int]], None] | None = None,
@@ -79,12 +97,14 @@ def furnish(
         workspace=disk.workspace,
         sandboxd=host.sandboxd,
         cgroups_path=host.cgroups_path(environment.id),
-        daemon_args=("--listen-fd", str(bundle.LISTEN_FD), "--config-fd", str(bundle.CONFIG_FD)),
+        daemon_args=listening.args,
         binds=tuple(bundle.Bind(source, destination) for source, destination in binds),
         enforces=host.enforces,
         has_swap_limit=cgroups.has_swap_limit(host.hierarchies),
         user_namespace=None if namespace is None else f"/proc/{os.getpid()}/fd/{namespace}",
         ids=record.ids or 0,
+        private=listening.private,
+        limits=listening.limits,
     )
     environment.write_bundle(bundle.config(environment.id, host.instance, spec, layout, host.seccomp))
 
@@ -102,21 +122,29 @@ def _fill_workspace(environment: Environment, record: Record, fill: Callable[[in
         os.close(descriptor)
 
 
+def process_limits() -> dict[str, int]:
+    """The limits of each process of a sandbox on this host, by prlimit(1)'s names."""
+    return bundle.process_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def daemon_config(record: Record, key: bytes) -> dict[str, Any]:
+    """The daemon's private configuration; see ``crates/sandboxd/src/config.rs``."""
+    memory = record.spec.memory_mb * bundle.MIB
+    return {"key": key, "uid": record.spec.uid, "gid": record.spec.gid, "memory_bytes": memory}
+
+
 async def launch(runc: Runc, environment: Environment, record: Record, key: bytes) -> None:
     """Start the container, with the socket that its daemon listens on and the daemon's private configuration."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(environment.listen())
         log = environment.open_log()
         stack.callback(os.close, log)
-        daemon_config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
-        stack.callback(os.close, daemon_config)
-        memory = record.spec.memory_mb * bundle.MIB
-        values = {"key": key, "uid": record.spec.uid, "gid": record.spec.gid, "memory_bytes": memory}
-        os.write(daemon_config, msgspec.msgpack.encode(values))
-        os.lseek(daemon_config, 0, os.SEEK_SET)
+        config = os.memfd_create("sandboxd-config", os.MFD_CLOEXEC)
+        stack.callback(os.close, config)
+        os.write(config, msgspec.msgpack.encode(daemon_config(record, key)))
+        os.lseek(config, 0, os.SEEK_SET)
         name = CONTAINER_PREFIX + environment.id
-        limits = bundle.process_limits(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        await runc.run(name, environment.directory, log, [listener.fileno(), daemon_config], limits)
+        await runc.run(name, environment.directory, log, [listener.fileno(), config], process_limits())
 
 
 def finish_groups(host: Host, record: Record) -> None:

@@ -29,6 +29,8 @@ from agent_sandbox.types import WORKSPACE, LimitName, SandboxSpec
 
 LABEL = "io.agent-sandbox"
 DAEMON = "/run/sandboxd"
+PRIVATE = "/run/asb"
+"""Where the daemon finds the directory that is its own, where it gets no descriptors."""
 LISTEN_FD, CONFIG_FD = 3, 4
 DAEMON_CAPABILITIES = (
     "CAP_CHOWN",
@@ -96,9 +98,10 @@ class Layout:
     """Where the parts of one environment are on the host.
 
     ``daemon_args`` follow the daemon's path; ``binds`` come from the image; ``enforces`` are the limits that the kernel
-    can keep and ``has_swap_limit`` says whether it limits swap with memory: the runtime fails on others;
-    ``user_namespace`` is the path of the one to join, None where the sandbox shares the host's ids, and ``ids`` the
-    first host id in it.
+    can keep and ``has_swap_limit`` says whether it limits swap with memory: the runtime fails on others; ``private`` is
+    shown at :data:`PRIVATE`, and ``limits`` are those of each process by prlimit(1)'s names where the runtime's own do
+    not reach it. ``user_namespace`` is the path of the one to join, None where the sandbox shares the host's ids, and
+    ``ids`` the first host id in it.
     """
 
     rootfs: Path
@@ -111,9 +114,13 @@ class Layout:
     has_swap_limit: bool = True
     user_namespace: str | None = None
     ids: int = 0
+    private: Path | None = None
+    limits: Mapping[str, int] | None = None
 
 
-def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any]) -> dict[str, Any]:
+def config(
+    id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Build the config.json of environment ``id``; its limits are those of ``spec``."""
     capabilities = list(DAEMON_CAPABILITIES)
     return {
@@ -129,6 +136,7 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             "cwd": "/",
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             "noNewPrivileges": True,
+            **_process_limits(layout),
         },
         "mounts": mounts(spec, layout),
         "linux": {
@@ -139,7 +147,7 @@ def config(id: str, instance: str, spec: SandboxSpec, layout: Layout, seccomp: M
             },
             "cgroupsPath": layout.cgroups_path,
             "resources": resources(spec, layout.enforces, has_swap_limit=layout.has_swap_limit),
-            "seccomp": dict(seccomp),
+            **({} if seccomp is None else {"seccomp": dict(seccomp)}),
             "maskedPaths": list(MASKED),
             "readonlyPaths": list(READ_ONLY),
             "rootfsPropagation": "rprivate",
@@ -163,6 +171,13 @@ def namespaces(layout: Layout) -> dict[str, Any]:
 def process_limits(host_nofile: int) -> dict[str, int]:
     """The limits of each process by prlimit(1)'s names; ``host_nofile`` is the host's hard limit of descriptors."""
     return {"nofile": min(NOFILE, host_nofile % _UNLIMITED), "core": CORE}
+
+
+def _process_limits(layout: Layout) -> dict[str, Any]:
+    if layout.limits is None:
+        return {}
+    rows = [{"type": f"RLIMIT_{name.upper()}", "hard": most, "soft": most} for name, most in layout.limits.items()]
+    return {"rlimits": rows}
 
 
 def labels(id: str, instance: str) -> dict[str, str]:
@@ -200,6 +215,7 @@ def mounts(spec: SandboxSpec, layout: Layout) -> list[dict[str, Any]]:
         _mount("tmpfs", "/run", "nosuid", "nodev", "noexec", "mode=0755", "size=1m"),
         _bind(layout.sandboxd, DAEMON, "ro"),
         _bind(layout.workspace, WORKSPACE, "rw"),
+        *([] if layout.private is None else [_bind(layout.private, PRIVATE, "rw")]),
     ]
 
 

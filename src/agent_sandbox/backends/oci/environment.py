@@ -2,11 +2,12 @@
 
 ::
 
-    DATA_DIR/runc/env/<id>/     0700
+    DATA_DIR/<backend>/env/<id>/   0700
     ├── spec.json               0600, the record: what was asked for and which image content it runs
     ├── key                     0600, the 32 bytes that prove either side of the wire to the other
     ├── config.json             the bundle (nothing secret)
     ├── sock                    where sandboxd listens; bound here, handed over, so it outlives the server
+    ├── daemon/                 0700, instead of that where the daemon binds its own: sock, and its configuration (0600)
     └── disk.img                the disk
     /run/agent-sandbox/<instance>/box/<id>/
                                 where the disk is mounted, and on it the root file system is put together
@@ -72,9 +73,11 @@ class Record:
 class Environment:
     """The files of environment ``id`` below ``parent``, its mount below ``box``. Making the object touches nothing."""
 
-    def __init__(self, parent: Path, box: Path, id: str) -> None:
+    def __init__(self, parent: Path, box: Path, id: str, socket: str = "sock") -> None:
         self.id = id
         self.directory = parent / id
+        self.endpoint = self.directory / socket
+        self.daemon = self.directory / "daemon"
         self.disk = Disk(self.directory, box / id)
         self._record = self.directory / "spec.json"
         self._key = self.directory / "key"
@@ -153,12 +156,18 @@ class Environment:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
-            with _directory(self.directory) as base:
-                connection.connect(f"{base}/sock")
+            with _directory(self.endpoint.parent) as base:
+                connection.connect(f"{base}/{self.endpoint.name}")
         except OSError:
             connection.close()
             raise
         return connection
+
+    def make_daemon(self, config: bytes) -> None:
+        """Make the directory that the daemon binds its socket in, and in it the configuration that it reads."""
+        self.daemon.mkdir(mode=0o700, exist_ok=True)
+        self.endpoint.unlink(missing_ok=True)
+        write_private(self.daemon / "config", config)
 
     def write_bundle(self, config: dict[str, Any]) -> None:
         """Write the bundle's config.json."""
@@ -259,6 +268,8 @@ class Environment:
         """Remove what a stopped environment does not need."""
         for name in ("sock", "config.json"):
             (self.directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.daemon)
 
     def remove(self) -> None:
         """Remove the directory, whose mounts have gone. :class:`OSError` (EBUSY) when one has not."""

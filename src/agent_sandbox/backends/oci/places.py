@@ -1,14 +1,17 @@
-"""Where the things of one server are on the host, and which environments have left something there.
+"""Where the things of one backend of one server are on the host, and which environments have left something there.
 
 ::
 
-    DATA_DIR/runc/env/<id>/             what outlives a reboot (environment.py)
-    DATA_DIR/runc/templates/            blank disks (disk.py)
-    /run/agent-sandbox/<instance>/box/  where disks are mounted
-    /run/agent-sandbox/<instance>/runc/ the runtime's state
-    /var/lib/agent-sandbox-ids/         ranges of host ids, shared by all servers (idranges.py)
+    DATA_DIR/<backend>/env/<id>/           what outlives a reboot (environment.py)
+    DATA_DIR/<backend>/templates/          blank disks (disk.py)
+    /run/agent-sandbox/<here>/box/         where disks are mounted
+    /run/agent-sandbox/<here>/<program>/   the runtime's state
+    agent-sandbox-<here>/<id>              its control group, in every hierarchy
+    /var/lib/agent-sandbox-ids/            ranges of host ids, shared by all servers (idranges.py)
 
-``<instance>`` is made of the data directory's path: it names the same server again, and no other. Everything blocks.
+``<instance>`` is made of the data directory's path: it names the same server again, and no other. ``<here>`` is that
+for runc, and ``<instance>-<backend>`` for every other backend of the same server, so that two of them share nothing but
+the images, which neither may clear of what the other runs from. Everything blocks.
 """
 
 from __future__ import annotations
@@ -30,25 +33,35 @@ _log = logging.getLogger(__name__)
 RUN_DIRECTORY = Path("/run/agent-sandbox")
 ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
 """Shared by all servers on a host, whatever their data directories, and kept over reboots."""
+BACKENDS = ("runc", "gvisor")
+"""The backends with such places: what one of them runs from, the others keep."""
 
 
 class Places:
-    """The directories of the server with ``data_dir``. Making the object touches nothing but to resolve links."""
+    """The directories of ``backend`` in the server with ``data_dir``. Making it touches nothing but to resolve links.
 
-    def __init__(self, data_dir: Path, id_range_base: int) -> None:
+    ``program`` is its runtime's, and ``socket`` the name of a daemon's socket in its environment's directory.
+    """
+
+    def __init__(
+        self, data_dir: Path, id_range_base: int, backend: str = "runc", program: str = "runc", socket: str = "sock"
+    ) -> None:
         self.data_dir = Path(os.path.realpath(data_dir))  # the mount table has no symbolic links
-        self.home = self.data_dir / "runc"
+        self.home = self.data_dir / backend
         self.environments = self.home / "env"
         self.templates = self.home / "templates"
         self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
-        self.run = RUN_DIRECTORY / self.instance
+        here = self.instance if backend == "runc" else f"{self.instance}-{backend}"
+        self.group = f"agent-sandbox-{here}"
+        self.run = RUN_DIRECTORY / here
         self.box = self.run / "box"
-        self.runc = self.run / "runc"
+        self.runtime = self.run / program
+        self._socket = socket
         self.ranges = IdRanges(ID_DIRECTORY, id_range_base)
 
     def environment(self, id: str) -> Environment:
         """The files of environment ``id``, which need not exist."""
-        return Environment(self.environments, self.box, id)
+        return Environment(self.environments, self.box, id, self._socket)
 
     def prepare(self) -> None:
         """Make the directories.
@@ -59,7 +72,7 @@ class Places:
         self.data_dir.chmod(0o700)
         for directory in (self.home, self.environments):
             directory.mkdir(mode=0o700, exist_ok=True)
-        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.runc, 0o700)):
+        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.runtime, 0o700)):
             directory.mkdir(mode=mode, exist_ok=True)
             directory.chmod(mode)
 
@@ -80,7 +93,7 @@ class Places:
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
-        for directory in (self.runc, self.box, self.run):
+        for directory in (self.runtime, self.box, self.run):
             with contextlib.suppress(OSError):
                 directory.rmdir()
 
@@ -119,8 +132,18 @@ class Places:
         return found
 
     def root_directories(self) -> set[Path]:
-        """The image directories that environments may run from: all of the host's, when a record is damaged."""
-        records = self.records()
-        if len(records) < sum(1 for _ in self.environments.glob("*/spec.json")):
-            return set(self.data_dir.glob("images/host/*/rootfs"))
-        return {record.rootfs for _, record in records}
+        """The image directories that environments of any backend may run from.
+
+        All of the host's, when a record is damaged.
+        """
+        found: set[Path] = set()
+        for home in (self.data_dir / backend for backend in BACKENDS):
+            for spec in (home / "env").glob("*/spec.json"):
+                try:
+                    found.add(Environment(home / "env", self.box, spec.parent.name).record().rootfs)
+                except NotFoundError:
+                    continue
+                except BackendError as error:
+                    _log.warning("%s", error.message)
+                    return set(self.data_dir.glob("images/host/*/rootfs"))
+        return found

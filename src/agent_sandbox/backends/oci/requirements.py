@@ -27,6 +27,7 @@ def capabilities(
         notes["memory"] = "this kernel does not limit swap with memory; turn swap off on this host"
     elif "memory" in limits and not has_socket_limit:
         notes["memory"] = "this kernel does not limit the buffers of internet sockets"
+    notes["checkpoint"] = "runc keeps no memory of processes; the gvisor backend does"
     if no_layers:
         notes["layered_workspace"] = f"copied: {no_layers}; a rollback or fork costs the whole workspace"
     return Capabilities(
@@ -36,5 +37,33 @@ def capabilities(
         userns=not no_userns,
         guest=True,
         layered_workspace=True,
+        notes=notes,
+    )
+
+
+def gvisor_capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, no_layers: str) -> Capabilities:
+    """What the gvisor backend offers where the host's control groups keep ``limits``; ``no_layers`` as above."""
+    notes = {
+        "disk": "size only; its bandwidth is not limited",
+        "memory": "the sandbox's own kernel counts within it, some 30 MiB; that a command ran out of it is not told",
+        "pids": "counted by the sandbox's own kernel",
+        "userns": "a guest's processes are none of the host's: its files alone have ids of the host, those of "
+        "AGENT_SANDBOX_SANDBOX_USER",
+        "checkpoint": "commands go on, streams of them are cut and can be attached to again; open files that were "
+        "deleted, and unix sockets bound outside of /tmp, are refused",
+    }
+    notes |= {limit: "this kernel lacks the control group" for limit in ("cpus", "memory") if limit not in limits}
+    if "memory" in limits and not has_swap_limit:
+        notes["memory"] += "; this kernel does not limit swap with memory: turn swap off on this host"
+    if no_layers:
+        notes["layered_workspace"] = f"copied: {no_layers}; a rollback or fork costs the whole workspace"
+    return Capabilities(
+        isolation="gvisor",
+        enforces=limits | {"pids", "disk", "network"},
+        network=frozenset({"none"}),
+        userns=False,
+        guest=True,
+        layered_workspace=True,
+        checkpoint=True,
         notes=notes,
     )
