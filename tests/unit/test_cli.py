@@ -35,6 +35,7 @@ COMMANDS = [
         "serve",
         "openapi",
     ),
+    "backends",
     "doctor",
 ]
 

@@ -82,6 +82,7 @@ def test_snapshots_are_named_by_value_or_id() -> None:
     for snapshot in (made, "snap1"):
         assert requests.delete_snapshot(snapshot).path == "/v1/snapshots/snap1"
         assert sent(requests.rollback("sb1", snapshot)) == {"snapshot_id": "snap1"}
+        assert sent(requests.rollback("sb1", snapshot, memory=False)) == {"snapshot_id": "snap1", "memory": False}
         fork = requests.fork(snapshot, cpus=None, network=False)
         assert (fork.path, sent(fork)) == ("/v1/snapshots/snap1/fork", {"network": False})
 

@@ -409,7 +409,7 @@ async def test_a_default_that_is_down_stops_no_other(tmp_path: Path) -> None:
     settings = make_settings(tmp_path / "data", backends=("fake", "second"))
     first, second = FakeBackend(settings), Second(settings)
     manager = Manager(settings, {"fake": first, "second": second})
-    first.failures["start"] = [BackendError("install runc")]
+    first.failures["start"] = [BackendError("install runc")] * 100
     await manager.start()
     try:
         assert await manager.ping() == "second"
@@ -420,6 +420,7 @@ async def test_a_default_that_is_down_stops_no_other(tmp_path: Path) -> None:
         assert (await manager.exec(made.id, "echo there")).stdout == b"there\n"
         with pytest.raises(BackendError, match="'fake' is down"):  # what is in use there is not known
             await manager._fleet._layers_in_use()
+        first.failures.clear()
         await manager._fleet._sweep()
         assert (await manager.create(CreateOptions())).backend == "fake"
         assert await manager.ping() == "fake"

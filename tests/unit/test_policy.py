@@ -163,6 +163,11 @@ def test_isolation_order(has: IsolationClass, asks: IsolationClass) -> None:
 def test_an_emulated_machine_is_no_boundary() -> None:
     emulated = Capabilities(isolation="vm", accelerated=False)
     assert [policy.satisfies(emulated, asked) for asked in CLASSES] == [True, False, False, False]
+    assert [policy.satisfies(emulated, asked, allow_tcg=True) for asked in CLASSES] == [True] * 4
+    wants = CreateOptions(min_isolation="vm")
+    with pytest.raises(UnsupportedError):
+        policy.choose_backend(wants, {"tcg": emulated})
+    assert policy.choose_backend(wants, {"tcg": emulated}, allow_tcg=True) == "tcg"
 
 
 def test_choice_of_backend() -> None:
@@ -181,6 +186,25 @@ def test_choice_of_backend() -> None:
         choose(CreateOptions(backend="docker"), backends)
     with pytest.raises(InvalidRequestError, match="min_isolation is one of process, container, gvisor, vm"):
         choose(CreateOptions(min_isolation="strong"), backends)  # type: ignore[arg-type]
+
+
+def test_a_backend_that_is_down_is_passed_over_for_one_that_is_as_good_as_asked() -> None:
+    backends = {
+        "gvisor": Capabilities(isolation="gvisor"),
+        "runc": Capabilities(isolation="container"),
+        "fc": Capabilities(isolation="vm"),
+    }
+
+    def choose(asked: IsolationClass | None, *down: str, backend: str | None = None) -> str:
+        options = CreateOptions(min_isolation=asked, backend=backend)
+        return policy.choose_backend(options, backends, down=down)
+
+    assert choose("gvisor") == "gvisor"
+    assert choose("gvisor", "gvisor") == "fc"  # never the weaker one
+    assert choose("container", "gvisor") == "runc"
+    assert choose("vm", "fc") == "fc"  # which then says why it is down
+    assert choose(None, "gvisor") == "gvisor"  # the default may not become another, weaker one unasked
+    assert choose("container", "gvisor", backend="gvisor") == "gvisor"
 
 
 def fork(spec: SandboxSpec, options: ForkOptions, **settings: Any) -> SandboxSpec:

@@ -127,9 +127,28 @@ def test_the_bodies_of_snapshot_and_fork_are_optional(server: Running, sandbox: 
 def test_backends(server: Running) -> None:
     (only,) = server.call("GET", "/v1/backends").json["backends"]
     capabilities = only.pop("capabilities")
-    assert only == {"name": "fake", "default": True, "healthy": True, "message": ""}
+    assert only == {"name": "fake", "default": True, "healthy": True, "message": "", "versions": {}}
     assert capabilities["isolation"] == "process"
     assert capabilities["enforces"] == ["cpus", "disk", "memory", "network", "pids"]
+
+
+def test_what_the_backend_cannot_do_is_501_before_any_effect(server: Running, sandbox: str) -> None:
+    path = f"/v1/sandboxes/{sandbox}"
+    reply = server.call("POST", path + "/snapshots", {"memory": True})
+    is_error(reply, 501, "unsupported", "checkpoint")
+    assert reply.error["details"] == {"capability": "checkpoint", "backend": "fake"}
+    made = server.call("POST", path + "/snapshots", {"memory": False}).json
+    assert (made["memory"], made["memory_bytes"]) == (False, 0)
+    is_error(
+        server.call("POST", path + "/rollback", {"snapshot_id": made["id"], "memory": True}), 409, "conflict", "memory"
+    )
+    fork = f"/v1/snapshots/{made['id']}/fork"
+    is_error(server.call("POST", fork, {"memory": True}), 409, "conflict", "memory")
+    is_error(server.call("POST", fork, {"backend": "other"}), 400, "invalid_request", "backend is one of fake")
+    for options in ({"min_isolation": "vm"}, {"read_only_rootfs": False}):
+        is_error(server.call("POST", "/v1/sandboxes", options), 501, "unsupported")
+    listed = server.call("GET", f"/v1/snapshots?sandbox_id={sandbox}").json["snapshots"]
+    assert [one["id"] for one in listed] == [made["id"]]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +265,7 @@ def test_a_big_script_passes_and_a_bigger_body_does_not(server: Running, sandbox
 def test_a_crash_is_500_with_a_number(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     original = server.manager.list_snapshots
 
-    async def broken(sandbox_id: str | None = None) -> Any:
+    async def broken(sandbox_id: str | None = None, *, auto: bool = False) -> Any:
         raise RuntimeError("the secret of the server")
 
     server.manager.list_snapshots = broken  # type: ignore[method-assign]
@@ -269,26 +288,27 @@ def test_a_backend_that_does_not_answer_is_503(server: Running, monkeypatch: pyt
 async def test_pings_are_shared_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     now, pings = 0.0, 0
 
-    async def ping() -> None:
+    async def ping() -> str:
         nonlocal pings
         pings += 1
         if now >= 10:
             await asyncio.sleep(60)
+        return "fake"
 
     pulse = health.Pulse(ping, lambda: now)
-    assert await asyncio.gather(*(pulse.check() for _ in range(5))) == [None] * 5
+    assert await asyncio.gather(*(pulse.check() for _ in range(5))) == ["fake"] * 5
     assert pings == 1
     now = 0.9
-    assert await pulse.check() is None
+    assert await pulse.check() == "fake"
     assert pings == 1
     now = 1.0
-    assert await pulse.check() is None
+    assert await pulse.check() == "fake"
     assert pings == 2
     now = 2.0
     hasty, patient = asyncio.create_task(pulse.check()), asyncio.create_task(pulse.check())
     await asyncio.sleep(0)
     hasty.cancel()
-    assert await patient is None
+    assert await patient == "fake"
     monkeypatch.setattr(health, "PING_SECONDS", 0.01)
     now = 10.0
     problem = await pulse.check()
