@@ -36,7 +36,6 @@ from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.files import Files
-from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.idempotency import Idempotency
 from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.policy import CreateOptions, ForkOptions
@@ -48,6 +47,7 @@ from agent_sandbox.manager.records import (
     SnapshotRecord,
     UnreadableRecordError,
 )
+from agent_sandbox.manager.references import Origin
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.types import SandboxSpec
 
@@ -96,15 +96,18 @@ class Manager(Commands, Files, Projects):
         """Create a sandbox and return when commands can run in it.
 
         :class:`InvalidRequestError`, :class:`ForbiddenError`, :class:`UnsupportedError`, :class:`NotFoundError`
-        (image); :class:`LimitExceededError` above MAX_SANDBOXES, or with less than MIN_FREE_MB of disk free. On failure
-        and cancellation nothing is left.
+        (image, or the state that it is to begin as); :class:`LimitExceededError` above MAX_SANDBOXES, or with less than
+        MIN_FREE_MB of disk free. On failure and cancellation nothing is left.
         """
         with self._active():
             known = {name: backend.capabilities for name, backend in self._fleet.backends.items()}
             name = policy.choose_backend(options, known, down=self._fleet.down, allow_tcg=self._settings.allow_tcg)
             spec = policy.build_spec(options, self._settings, name, known[name])
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
-            return await self._launch(name, spec, ttl, None, policy.labels(options.metadata))
+            metadata = policy.labels(options.metadata)
+            begin = options.source is not None or options.project is not None
+            origin = await self.origin(options.source, options.project) if begin else None
+            return await self._launch(name, spec, ttl, origin, metadata)
 
     async def fork(self, snapshot_id: str, options: ForkOptions) -> SandboxRecord:
         """Create a sandbox from a snapshot: its spec with ``options`` over it, its workspace, a new time to live.
@@ -124,7 +127,8 @@ class Manager(Commands, Files, Projects):
             memory = resumes(snapshot, options.memory)
             if memory:
                 require_resumable(snapshot, backend, spec)
-            return await self._launch(name, spec, ttl, snapshot, policy.labels(options.metadata), memory=memory)
+            metadata = policy.labels(options.metadata)
+            return await self._launch(name, spec, ttl, Origin.of(snapshot), metadata, memory=memory)
 
     async def get(self, id: str) -> SandboxRecord:
         """Give one sandbox, with ``running`` as the backend sees it now."""
@@ -371,7 +375,7 @@ class Manager(Commands, Files, Projects):
         new = f"{entry.record.id}-{entry.environments}"
         try:
             await uninterrupted(entry.commit(self._fleet.state, "rollback"))
-            await self._make(backend, new, entry.record.spec, snapshot, memory)
+            await self._make(backend, new, entry.record.spec, Origin.of(snapshot), memory)
             if ready is not None:
                 await ready()
             await uninterrupted(
@@ -454,12 +458,13 @@ class Manager(Commands, Files, Projects):
         name: str,
         spec: SandboxSpec,
         ttl: int,
-        snapshot: SnapshotRecord | None,
+        origin: Origin | None,
         metadata: Mapping[str, str],
         *,
         memory: bool = False,
     ) -> SandboxRecord:
         backend = self._fleet.backend(name)
+        snapshot = None if origin is None else origin.snapshot
         try:
             image = await backend.resolve_image(spec.image_digest or spec.image)
         except NotFoundError as error:
@@ -485,24 +490,26 @@ class Manager(Commands, Files, Projects):
                 source_snapshot_id=None if snapshot is None else snapshot.id,
                 latest_at=now + self._settings.max_timeout_seconds,
                 metadata=metadata,
-                commit=None if snapshot is None else snapshot.commit,
-                commit_bytes=None if snapshot is None else snapshot.size_bytes,
+                project=None if origin is None else origin.project,
+                source=None if origin is None else origin.text,
+                commit=None if origin is None else origin.commit,
+                commit_bytes=None if origin is None else origin.data_bytes,
             )
         )
         try:
-            return await self._fleet.tasks.own(self._build(entry, ttl, snapshot, memory), f"create {id}")
+            return await self._fleet.tasks.own(self._build(entry, ttl, origin, memory), f"create {id}")
         except asyncio.CancelledError:
             # It may have become ready in the same moment, and the caller will never learn its id.
             if not entry.gone:
                 self._fleet.begin_destroy(entry)
             raise
 
-    async def _build(self, entry: Entry, ttl: int, snapshot: SnapshotRecord | None, memory: bool) -> SandboxRecord:
+    async def _build(self, entry: Entry, ttl: int, origin: Origin | None, memory: bool) -> SandboxRecord:
         try:
             async with entry.exclusive("make"):
                 await uninterrupted(self._fleet.state.put_sandbox(entry.record, entry.environments))
                 backend = self._fleet.backend(entry.record.backend)
-                await self._make(backend, entry.record.env_id, entry.record.spec, snapshot, memory)
+                await self._make(backend, entry.record.env_id, entry.record.spec, origin, memory)
                 now = self._clock()
                 latest = now + self._settings.max_timeout_seconds
                 await uninterrupted(
@@ -522,22 +529,22 @@ class Manager(Commands, Files, Projects):
         backend: Backend,
         env_id: str,
         spec: SandboxSpec,
-        snapshot: SnapshotRecord | None,
+        origin: Origin | None,
         memory: bool,
     ) -> None:
-        if snapshot is not None:
-            await self._fleet.workspaces.stand(env_id, require_commit(snapshot))
-            self._fleet.workspaces.know(require_commit(snapshot), snapshot.size_bytes)
-        if snapshot is None:
+        if origin is not None:
+            await self._fleet.workspaces.stand(env_id, origin.commit)
+            self._fleet.workspaces.know(origin.commit, origin.data_bytes)
+        if origin is None:
             await backend.create(env_id, spec)
-        elif memory:
-            async with self._fleet.checkpoints.use(snapshot) as place:
+        elif memory and origin.snapshot is not None:
+            async with self._fleet.checkpoints.use(origin.snapshot) as place:
                 try:
-                    await keeping(backend, self._fleet.workspaces).resume(env_id, spec, require_commit(snapshot), place)
+                    await keeping(backend, self._fleet.workspaces).resume(env_id, spec, origin.commit, place)
                 except ConflictError as error:
-                    raise unusable(snapshot.id, error.message) from error
+                    raise unusable(origin.snapshot.id, error.message) from error
         else:
-            commit, limit = require_commit(snapshot), max(self._settings.max_snapshot_bytes, snapshot.size_bytes)
-            await keeping(backend, self._fleet.workspaces).begin(env_id, spec, commit, limit)
+            limit = max(self._settings.max_snapshot_bytes, origin.data_bytes)
+            await keeping(backend, self._fleet.workspaces).begin(env_id, spec, origin.commit, limit)
         if not await backend.is_running(env_id):
             raise BackendError("the new sandbox ended right after its start")

@@ -18,9 +18,9 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.errors import BackendError, PayloadTooLargeError
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
-from agent_sandbox.manager.history import History, require_commit
 from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
+from agent_sandbox.manager.references import References
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.manager.workspaces import Aside
 from agent_sandbox.store import Conflict, Conflicts, HeadMoved, UpToDate
@@ -44,11 +44,13 @@ class Merge:
     conflict_count: int = 0
 
 
-class Merging(History):
+class Merging(References):
     """The call that merges."""
 
     async def merge(self, id: str, snapshot_id: str) -> Merge:
         """Bring what a snapshot changed since both had a common state into a sandbox, whose processes end.
+
+        Any reference to a state will do in place of the snapshot's id.
 
         Conflicts change nothing, nor does a snapshot that is in the workspace's history already; then processes go on.
         :class:`ConflictError` where there is no common state, or its files are gone; else errors as of a rollback.
@@ -56,11 +58,10 @@ class Merging(History):
         with self._active():
             entry = self._fleet.find(id)
             backend = self._fleet.backend(entry.record.backend)
-            snapshot = await self._fleet.in_store(snapshot_id)
-            theirs = require_commit(snapshot)
-            return await self._fleet.tasks.own(self._merge(entry, backend, snapshot, theirs), f"merge {id}")
+            origin = await self.origin(snapshot_id)
+            return await self._fleet.tasks.own(self._merge(entry, backend, origin.text, origin.commit), f"merge {id}")
 
-    async def _merge(self, entry: Entry, backend: Backend, snapshot: SnapshotRecord, theirs: str) -> Merge:
+    async def _merge(self, entry: Entry, backend: Backend, name: str, theirs: str) -> Merge:
         limit = self._settings.max_snapshot_bytes
         async with entry.exclusive("rollback"), entry.gate.closed(), AsyncExitStack() as kept:
             if not entry.record.running:
@@ -83,11 +84,11 @@ class Merging(History):
                 size = await self._fleet.workspaces.ask(lambda store: store.data_bytes(made, known))
                 if size > limit:
                     raise PayloadTooLargeError(f"the files of the merged workspace hold more than {limit} bytes")
-                before = self._before(entry, snapshot, ours)
+                before = self._before(entry, name, ours)
                 after = replace(
                     before,
                     id=new_id("snap"),
-                    name=f"merge of {snapshot.id}",
+                    name=f"merge of {name}",
                     size_bytes=size,
                     stored_bytes=0,
                     commit=made,
@@ -106,12 +107,12 @@ class Merging(History):
                     raise
             return Merge("merged", entry.record, before.id, after.id)
 
-    def _before(self, entry: Entry, snapshot: SnapshotRecord, ours: Aside) -> SnapshotRecord:
+    def _before(self, entry: Entry, name: str, ours: Aside) -> SnapshotRecord:
         record, report = entry.record, ours.taken.report
         return SnapshotRecord(
             id=new_id("snap"),
             sandbox_id=record.id,
-            name=f"before merge of {snapshot.id}",
+            name=f"before merge of {name}",
             backend=record.backend,
             spec=record.spec,
             size_bytes=report.bytes,

@@ -1,19 +1,7 @@
-"""Projects of the server: a name over a line of layers in its store, and what ``from`` and ``project`` of a new
-sandbox mean.
-
-======================  ================================================================================
-``snap…``               a snapshot
-``NAME``                the newest layer of a project
-``NAME@N``              its layer ``N``, counted from 0
-``NAME:BRANCH``         the head of one of its branches, or a tag (``agent-sandbox store`` makes them)
-hexadecimal digits      a commit, by 8 or more digits of its id
-======================  ================================================================================
-
-Where a project is given beside, ``N`` alone is its layer and any other name its branch.
+"""Projects of the server: a name over a line of layers in its store. How their states are named: ``references.py``.
 
 A layer is never changed and goes with its project alone. What sandboxes began with is kept for them, so a project that
-is in use can be deleted: they live on. ``sandboxes`` is the project in which the server keeps their history; it is not
-listed, and nobody can name a state of it but by its snapshot.
+is in use can be deleted: they live on. ``sandboxes`` is the server's own and not listed.
 
 An archive that becomes a project is read as it comes, into loose objects; one transaction makes the project of them
 when it was whole. Its limits: MAX_SNAPSHOT_BYTES of files, an hour, and what the store allows any archive
@@ -23,7 +11,6 @@ when it was whole. Its limits: MAX_SNAPSHOT_BYTES of files, an hour, and what th
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -34,8 +21,9 @@ from agent_sandbox.errors import ConflictError, InvalidRequestError, LimitExceed
 from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.records import SnapshotRecord
+from agent_sandbox.manager.references import SANDBOX_ID, check_project, newest
 from agent_sandbox.manager.workspaces import PROJECT
-from agent_sandbox.store import HeadMoved, Layer, Store, UpToDate, refs
+from agent_sandbox.store import HeadMoved, Layer, Store, UpToDate
 from agent_sandbox.store.ports import Progress
 from agent_sandbox.store.tarinput import Limits
 
@@ -45,22 +33,6 @@ MAX_LAYERS = 1_000
 IMPORT_SECONDS = 3600.0
 _ARCHIVE_SLACK = 256 << 20
 """Of headers and padding beside the files of an archive."""
-_SANDBOX = re.compile(r"sb[a-z0-9]{16}")
-_SNAPSHOT = re.compile(r"snap[a-z0-9]{16}")
-_NUMBER = re.compile(r"@?(0|[1-9][0-9]{0,6})")
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a workspace begins as: a state of the store, its reference in full, and the project that it is of.
-
-    Of a snapshot there is its record.
-    """
-
-    text: str
-    commit: str
-    project: str | None = None
-    snapshot: SnapshotRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +72,7 @@ class Projects(Merging):
         an archive that is broken or hostile; :class:`PayloadTooLargeError` above the limits;
         :class:`LimitExceededError` above 1,000 projects and on a full disk. Nothing is made then.
         """
-        _check_name(name)
+        check_project(name)
         limits = Limits(bytes=self._settings.max_snapshot_bytes + _ARCHIVE_SLACK)
         with self._active():
             await self._fleet.make_room()
@@ -134,13 +106,13 @@ class Projects(Merging):
 
     async def get_project(self, name: str, *, limit: int) -> ProjectRecord:
         """Give a project with its newest layers."""
-        _check_name(name)
+        check_project(name)
         with self._active():
             return await self._fleet.workspaces.ask(lambda store: _look(store, name, limit))
 
     async def delete_project(self, name: str) -> None:
         """Remove a project with its layers and branches. Sandboxes and snapshots that came from it stay."""
-        _check_name(name)
+        check_project(name)
         with self._active():
             await self._fleet.workspaces.ask(lambda store: store.delete_project(name))
             self._fleet.workspaces.littered()
@@ -150,12 +122,11 @@ class Projects(Merging):
 
         The state must come from the newest layer: :class:`ConflictError` when the line has moved meanwhile.
         """
-        _check_name(name)
+        check_project(name)
         with self._active():
-            if not _SANDBOX.fullmatch(state):
-                source = await self.source(state)
-                assert source is not None
-                return await self._fleet.workspaces.ask(lambda store: _publish(store, name, source.commit))
+            if not SANDBOX_ID.fullmatch(state):
+                origin = await self.origin(state)
+                return await self._fleet.workspaces.ask(lambda store: _publish(store, name, origin.commit))
             await self._fleet.workspaces.ask(lambda store: _look(store, name, 1))
             taken = await self.snapshot(state, f"for {name}")
             try:
@@ -163,18 +134,6 @@ class Projects(Merging):
                 return await self._fleet.workspaces.ask(lambda store: _publish(store, name, commit))
             finally:
                 await self.delete_snapshot(taken.id)
-
-    async def source(self, text: str | None, project: str | None = None) -> Source | None:
-        """Find what a new workspace shall begin as: None where nothing is asked for.
-
-        :class:`InvalidRequestError` for what is no reference, :class:`NotFoundError` for what is not there.
-        """
-        if text is None and project is None:
-            return None
-        if text is not None and _SNAPSHOT.fullmatch(text):
-            snapshot = await self._fleet.in_store(text)
-            return Source(text, require_commit(snapshot), project, snapshot)
-        return await self._fleet.workspaces.ask(lambda store: _find(store, text, project))
 
     async def snapshot(self, id: str, name: str | None = None) -> SnapshotRecord:
         """Take a snapshot; see the manager."""
@@ -210,44 +169,12 @@ class Pulled:
         return await anext(self._pieces, None)
 
 
-def _check_name(name: str) -> str:
-    refs.check_project(name)
-    if name == PROJECT or _SNAPSHOT.fullmatch(name) or _SANDBOX.fullmatch(name):
-        raise InvalidRequestError(f"{name!r} cannot be a project: the server uses such names itself")
-    return name
-
-
 def _check_free(store: Store, name: str) -> None:
     names = {project.name for project in store.projects()}
     if name in names:
         raise ConflictError(f"there is a project {name!r} already; to replace it, remove it first")
     if len(names) > MAX_PROJECTS:
         raise LimitExceededError(f"there are {MAX_PROJECTS} projects already; remove one")
-
-
-def _find(store: Store, text: str | None, project: str | None) -> Source:
-    if project is not None:
-        _check_name(project)
-        number = None if text is None else _NUMBER.fullmatch(text)
-        if text is None:
-            text = project
-        elif number is not None:
-            text = f"{project}@{number[1]}"
-        elif not refs.parse(text).digits and ":" not in text and "@" not in text:
-            text = f"{project}:{text}"
-    assert text is not None
-    reference = refs.parse(text)
-    if reference.project == PROJECT:
-        raise InvalidRequestError(f"{PROJECT} is the server's own project; name a snapshot in place of {text!r}")
-    if not reference.digits and reference.layer is None and ":" not in text:
-        text = f"{reference.project}@{_newest(store, reference.project).number}"
-    commit = store.resolve(text).hex()
-    next(iter(store.entries(commit)), None)  # says so when the state is gone
-    return Source(commit if reference.digits else text, commit, reference.project or project)
-
-
-def _newest(store: Store, name: str) -> Layer:
-    return deque(store.layers(name), maxlen=1)[0]  # a project is made with its layer 0
 
 
 def _look(store: Store, name: str, limit: int) -> ProjectRecord:
@@ -266,7 +193,7 @@ def _shown(store: Store, layer: Layer) -> LayerRecord:
 def _publish(store: Store, name: str, commit: str) -> Published:
     done = store.extend(name, commit)
     if isinstance(done, HeadMoved):
-        last = _newest(store, name)
+        last = newest(store, name)
         raise ConflictError(
             f"{name}@{last.number}, the newest layer of the project, is not in the history of this state: merge it into"
             f" the sandbox first (agent-sandbox merge SANDBOX {name}@{last.number}), then add the sandbox",

@@ -253,6 +253,14 @@ class Workspaces:
         while len(self._totals) > _TOTALS:
             self._totals.popitem(last=False)
 
+    async def data_bytes(self, commit: str) -> int:
+        """Count the bytes of data in a state's files, once; :class:`NotFoundError` when it is gone."""
+        known = self._totals.get(commit)
+        if known is None:
+            known = await self.study(lambda store: store.data_bytes(commit))
+            self.know(commit, known)
+        return known
+
     def _known(self, commit: bytes) -> tuple[str, int] | None:
         total = self._totals.get(commit.hex())
         return None if total is None else (commit.hex(), total)
