@@ -16,19 +16,21 @@ def resources(data_dir: Path) -> dict[str, list[str]]:
     """Everything on the host that belongs to the sandboxes of ``data_dir``, by kind; kinds without any are left out."""
     real = os.path.realpath(data_dir)
     instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
-    groups = _groups(f"agent-sandbox-{instance}")
-    places = (f" {real}/", f" /run/agent-sandbox/{instance}/")
+    tops = (f"agent-sandbox-{instance}", f"agent-sandbox-{instance}-gvisor")
+    groups = [group for top in tops for group in _groups(top)]
+    runs = [Path("/run/agent-sandbox") / here for here in (instance, f"{instance}-gvisor")]
+    places = (f" {real}/", *(f" {run}/" for run in runs))
     found = {
         "processes": sorted({pid for group in groups for pid in _lines(group / "cgroup.procs") if pid != "0"}),
-        "control groups": [str(group) for group in groups if group.name != f"agent-sandbox-{instance}"],
+        "control groups": [str(group) for group in groups if group.name not in tops],
         "mounts": [line.split()[4] for line in _lines(Path("/proc/self/mountinfo")) if any(p in line for p in places)],
         "loop devices": [str(path) for path in _loops() if "".join(_lines(path)[:1]).startswith(real + "/")],
-        "runtime state": _names(Path("/run/agent-sandbox") / instance / "runc"),
-        "environments": _names(Path(real) / "runc" / "env"),
+        "runtime state": [*_names(runs[0] / "runc"), *_names(runs[1] / "runsc")],
+        "environments": [*_names(Path(real) / "runc" / "env"), *_names(Path(real) / "gvisor" / "env")],
         "sockets": [line for line in _lines(Path("/proc/net/unix")) if f" {real}/" in line],
-        "mount points": _names(Path("/run/agent-sandbox") / instance / "box"),
+        "mount points": [name for run in runs for name in _names(run / "box")],
         "id ranges": [path.name for path in _claims() if f"{_target(path)}/".startswith(real + "/")],
-        "runc processes": _runc_processes(instance),
+        "runtime's processes": _runtime_processes(instance),
     }
     return {kind: values for kind, values in found.items() if values}
 
@@ -93,10 +95,10 @@ def _names(path: Path) -> list[str]:
         return []
 
 
-def _runc_processes(instance: str) -> list[str]:
+def _runtime_processes(instance: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         words = _lines(path)
-        if words and f"/run/agent-sandbox/{instance}/runc" in words[0]:
+        if words and f"/run/agent-sandbox/{instance}" in words[0]:
             found.append(words[0].replace("\0", " "))
     return found
