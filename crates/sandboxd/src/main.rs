@@ -66,12 +66,12 @@ fn main() -> ExitCode {
         Ok(Command::Serve { listen, config }) => match serve(listen, config) {
             Ok(()) => ExitCode::SUCCESS,
             Err(message) => {
-                eprintln!("sandboxd: {message}");
+                complain(&message);
                 ExitCode::FAILURE
             }
         },
         Err(message) => {
-            eprintln!("sandboxd: {message}\n{}", config::USAGE);
+            complain(&format!("{message}\n{}", config::USAGE));
             ExitCode::from(2)
         }
     }
@@ -117,7 +117,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
                 children.recv().await;
             }
         });
-        say_ready()?;
+        say_ready();
         let mut listener = listener;
         loop {
             let accepting = tokio::net::UnixListener::from_std(listener)
@@ -216,7 +216,7 @@ async fn listen_again(mut told: Signal, path: &Path, private: &Place, daemon: &D
                 daemon.key.set(key);
                 return listener;
             }
-            Err(message) => eprintln!("sandboxd: {message}"),
+            Err(message) => complain(&message),
         }
     }
 }
@@ -241,9 +241,13 @@ fn limit_processes(limit: u64) -> Result<(), String> {
     std::fs::write(PIDS_MAX, limit.to_string()).map_err(|error| format!("cannot limit processes: {error}"))
 }
 
-fn say_ready() -> Result<(), String> {
+/// What is said may go to a log on the sandbox's own disk. Where that is full, nobody reads it; to end would end the
+/// sandbox.
+fn say_ready() {
     let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "sandboxd ready generation={}", wire::GENERATION)
-        .and_then(|()| stdout.flush())
-        .map_err(|error| format!("cannot say that it is ready: {error}"))
+    let _ = writeln!(stdout, "sandboxd ready generation={}", wire::GENERATION).and_then(|()| stdout.flush());
+}
+
+fn complain(message: &str) {
+    let _ = writeln!(std::io::stderr(), "sandboxd: {message}");
 }
