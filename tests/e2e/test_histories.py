@@ -1,5 +1,6 @@
 """Random histories of workspaces: write, snapshot, change, roll back, fork, stop; whole trees compared from inside.
 
+Most over overlays; a third as many, and at least one, on workspaces that are copied.
 ``HISTORIES`` (3) is how many, ``HISTORIES_SEED`` (1) where they begin; ``make test-histories`` runs 500.
 """
 
@@ -83,9 +84,9 @@ print(json.dumps(found, sort_keys=True))
 """
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("histories") / "data") as server:
+@pytest.fixture(scope="module", params=["overlay", "copy"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("histories") / "data", workspaces=request.param) as server:
         yield server
 
 
@@ -96,9 +97,10 @@ def state(sandbox: Sandbox) -> Any:
 
 
 @pytest.mark.timeout(120 + 20 * HISTORIES)
-def test_random_histories(served: Served) -> None:
+def test_random_histories(served: Served, request: pytest.FixtureRequest) -> None:
+    copied = request.node.callspec.params["served"] == "copy"
     with served.client() as client:
-        for number in range(SEED, SEED + HISTORIES):
+        for number in range(SEED, SEED + (max(1, HISTORIES // 3) if copied else HISTORIES)):
             rng = random.Random(number)
             boxes = [client.create(disk_mb=64)]
             kept: list[tuple[SnapshotInfo, Any]] = []

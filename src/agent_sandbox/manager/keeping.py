@@ -28,7 +28,7 @@ from agent_sandbox.manager.workspaces import Outcome, Source, Workspaces
 from agent_sandbox.store import Store, Upper
 from agent_sandbox.store.ports import Progress
 from agent_sandbox.store.tarinput import Limits
-from agent_sandbox.types import ExportReport, HeldWorkspace, SandboxSpec
+from agent_sandbox.types import ExportReport, HeldWorkspace, PreparedWorkspace, SandboxSpec
 
 _SLACK = 256 << 20
 """Bytes of an archive beyond twice its files' limit: an honest one needs some 2.5 KiB for each entry beside its data, a
@@ -74,16 +74,21 @@ class Layered(Keeping):
 
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """Nothing is copied where the backend mounts layers."""
-        if self.backend.projection == "copy":
-            await self.backend.create_from(env_id, spec, self.workspaces.copied(commit))
-            return
-        async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
+        async with self._prepared(commit, spec) as workspace:
             await self.backend.create_from(env_id, spec, workspace)
 
     async def resume(self, env_id: str, spec: SandboxSpec, commit: str, memory: str) -> None:
         """The processes find the files that they had."""
-        async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
+        async with self._prepared(commit, spec) as workspace:
             await self.backend.restore(env_id, spec, workspace, memory)
+
+    @asynccontextmanager
+    async def _prepared(self, commit: str, spec: SandboxSpec) -> AsyncIterator[PreparedWorkspace]:
+        if self.backend.projection == "copy":
+            yield self.workspaces.copied(commit)
+            return
+        async with self.workspaces.prepared(commit, spec.uid, spec.gid) as workspace:
+            yield workspace
 
 
 class Streamed(Keeping):
