@@ -73,27 +73,34 @@ $(STAMPS)/store-bench-tools: $(STAMPS)/system
 
 $(STAMPS)/test-tools: $(STAMPS)/system
 	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
-	    scripts/setup-system skopeo umoci vim-tiny procps runsc
+	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io
 	@touch $@
 
+JOBS ?= 2
+
 .PHONY: test
-test: setup $(STAMPS)/test-tools ## Run every test: Rust, Python, and those on the real runtime (root)
-	cargo test --locked --workspace --quiet
-	$(SUDO) $(BIN)/python -m pytest
+test: setup $(STAMPS)/test-tools ## Run every test (root), in parts, JOBS (2) at a time; PARTS="unit rust" runs only those
+	@$(if $(SUDO),cargo test --locked --workspace --quiet --no-run)
+	@$(SUDO) $(BIN)/python scripts/run_tests.py --jobs $(JOBS) $(PARTS)
 
 .PHONY: test-fast
 test-fast: setup $(STAMPS)/test-tools ## Run the Python tests that need neither root nor a runtime
 	$(BIN)/python -m pytest -m "not real"
+
+.PHONY: explore
+explore: setup ## Run the property tests with other random examples than the usual ones
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest -q $$(grep -rl --include='test_*.py' '^from hypothesis' tests/unit)
 
 FUZZ_SECONDS ?= 30
 FUZZ_SEED ?= 1
 
 .PHONY: fuzz
 fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_SECONDS (30) each, from FUZZ_SEED (1)
-	$(BIN)/python -m tests.fuzz.wire --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
-	$(BIN)/python -m tests.fuzz.store --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
-	cargo run --locked --quiet --release --package sandboxd --example fuzz-wire -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
-	cargo run --locked --quiet --release --package agent-sandbox-engine --example fuzz-store -- --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	@$(STEP) "Fuzzers of the Rust sides" "See the errors above." cargo build --locked --profile engine \
+	    --package sandboxd --example fuzz-wire --package agent-sandbox-engine --example fuzz-store
+	@printf '%s\n' "$(BIN)/python -m tests.fuzz.wire" "$(BIN)/python -m tests.fuzz.store" \
+	    target/engine/examples/fuzz-wire target/engine/examples/fuzz-store |
+	    xargs -P $(JOBS) -I '{}' bash -c '{} --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
 KILLS ?= 100
 
@@ -116,8 +123,8 @@ test-store-kills: setup ## Kill users of a store STORE_KILLS (1000) times and lo
 .PHONY: check
 check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, import order, Rust lints, generated files
 	@$(STEP) "ruff check" "Try: $(BIN)/ruff check --fix" $(BIN)/ruff check .
-	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check src tests scripts crates spec
-	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts/generate.py crates/engine/python
+	@$(STEP) "ruff format" "Run: make format" $(BIN)/ruff format --check src tests scripts crates spec examples
+	@$(STEP) "mypy" "See the types above." $(BIN)/mypy src tests scripts crates/engine/python examples/bubblewrap/src
 	@$(STEP) "import order" "See [tool.importlinter] in pyproject.toml." $(BIN)/lint-imports
 	@$(STEP) "cargo fmt" "Run: make format" cargo fmt --all --check
 	@$(STEP) "cargo clippy" "See the lints above." \
@@ -127,13 +134,18 @@ check: setup $(STAMPS)/lint-tools ## Run every static check: style, types, impor
 .PHONY: format
 format: setup ## Format the Python and Rust sources
 	@$(BIN)/ruff check --fix --quiet .
-	@$(BIN)/ruff format --quiet src tests scripts crates spec
+	@$(BIN)/ruff format --quiet src tests scripts crates spec examples
 	@cargo fmt --all
 
 .PHONY: docs openapi
 docs: setup ## Generate spec/openapi.json and the reference pages
 	@$(BIN)/python scripts/generate.py
 openapi: docs
+
+.PHONY: conformance
+conformance: setup $(STAMPS)/test-tools ## Run the conformance kit on every backend here (root) and make docs/backends.md from it
+	@$(SUDO) scripts/conformance $(BACKENDS)
+	@$(MAKE) docs
 
 .PHONY: bench
 bench: setup $(STAMPS)/bench-tools ## Measure the promised figures on this machine (root); with bench-store, some 30 minutes

@@ -1,10 +1,30 @@
-"""Fixtures that several folders of tests use."""
+"""What holds for every test, and fixtures that several folders of tests use.
 
+Hypothesis draws the same examples in every run, so that no run fails by chance. ``HYPOTHESIS_PROFILE=explore``
+(``make explore``) draws others each time: for looking for what the usual ones miss. What it finds becomes an
+``@example`` or a test of its own.
+"""
+
+from __future__ import annotations
+
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests import dockerd
+
+settings.register_profile("steady", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("explore", derandomize=False, deadline=None, database=None, print_blob=True)
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "steady")
+settings.load_profile(PROFILE)
+if PROFILE == "steady":
+    # It also tries constants that it finds in whatever modules are loaded: other ones when a file runs alone, and after
+    # any edit anywhere.
+    providers._get_local_constants = Constants
 
 
 @pytest.fixture(scope="session")
