@@ -85,6 +85,8 @@ class PrivateEngine:
             self._process.send_signal(number)
             self._process.wait(_ENDS_SECONDS)
             self._process = None
+            # Its containerd ends with it, but is taken to be alive for as long as nobody has reaped it.
+            (self.directory / "exec/containerd/containerd.pid").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

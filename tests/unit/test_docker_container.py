@@ -78,6 +78,8 @@ def test_nothing_of_the_images_own_is_obeyed_and_its_volumes_are_read_only() -> 
     )
     volumes = {one["Target"]: one["ReadOnly"] for one in made["HostConfig"]["Mounts"] if one["Type"] == "volume"}
     assert volumes == {"/data": True, "/workspaces": True}  # the others are covered by the sandbox's own mounts
+    names = [one["Source"] for one in made["HostConfig"]["Mounts"] if one["Type"] == "volume"]
+    assert names == ["asb-sb1-1-0", "asb-sb1-1-1"]
 
 
 def test_no_secret_is_in_it() -> None:

@@ -57,7 +57,7 @@ from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, why_no_overlay
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, take_after, why_no_overlay
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks
@@ -390,9 +390,8 @@ class DockerBackend(GuestBackend):
                 "the sandbox's /workspace is not the one that this server made: the Docker engine does not share this "
                 "host's files as it seemed to"
             )
-        changes = _changes(environment, record)
-        await self.remove_file(record.id, path)
-        await self._thread(_as_before, changes, record)
+        workspace = await self._workspace_path(record)
+        await self._thread(_begin, workspace, nonce, record)
 
     async def _undo(self, id: str) -> None:
         try:
@@ -701,11 +700,16 @@ def _put_nonce(directory: Path, nonce: str, spec: SandboxSpec) -> None:
     os.chown(path, spec.uid, spec.gid)
 
 
-def _as_before(directory: Path, record: Record) -> None:
-    """Give the workspace's root the times that it had before something was put there."""
+def _begin(workspace: Path, nonce: str, record: Record) -> None:
+    """Take away what the workspace was known by, and have its root be as the topmost layer's."""
+    try:
+        (workspace / _nonce_name(nonce)).unlink()
+    except FileNotFoundError:
+        raise BackendError(
+            "the sandbox's workspace is not to be seen from here: the server does not see what the Docker engine mounts"
+        ) from None
     if record.layers:
-        state = Path(record.layers[0]).stat()
-        os.utime(directory, ns=(state.st_atime_ns, state.st_mtime_ns))
+        take_after(Path(record.layers[0]), workspace, 0)
 
 
 def _limit_sockets(groups: cgroups.Groups, spec: SandboxSpec) -> None:

@@ -4,7 +4,7 @@ The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The engine shows the body to all its users.
 * The image's entrypoint, command, user and health check are replaced. Its volumes would be writable and without a
-  limit, so each becomes an anonymous one that is read-only and shows what the image has there.
+  limit, so each becomes one that is read-only and shows what the image has there.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory, ``/run`` is
   small and root's, ``/workspace`` is on the sandbox's own disk where the engine shares this host's files.
 * ``/proc`` cannot be given ``hidepid`` through an engine: the daemon is seen there, and shows nothing.
@@ -54,22 +54,24 @@ _LOG_BYTES = "64k"
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mount of a container: a host's path (``bind``) or the name of a volume; ``""`` is an anonymous volume."""
+    """One mount of a container: a host's path (``bind``) or the name of a ``volume``.
+
+    A volume that ``copies`` begins with what the image has there.
+    """
 
     kind: str
     source: str
     target: str
     read_only: bool = False
+    copies: bool = False
 
     def body(self, labels: Mapping[str, str]) -> dict[str, Any]:
         """As the engine's API writes it."""
-        body = {"Type": self.kind, "Target": self.target, "ReadOnly": self.read_only}
-        if self.source:
-            body["Source"] = self.source
+        body = {"Type": self.kind, "Source": self.source, "Target": self.target, "ReadOnly": self.read_only}
         if self.kind == "bind":
             body["BindOptions"] = {"Propagation": "rprivate"}
         else:
-            body["VolumeOptions"] = {"Labels": dict(labels), "NoCopy": bool(self.source)}
+            body["VolumeOptions"] = {"Labels": dict(labels), "NoCopy": not self.copies}
         return body
 
 
@@ -110,7 +112,11 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
     marks = labels(id, layout.instance)
     own = {mount.target for mount in layout.mounts}
     covered = [path for path in layout.volumes if not any(_within(path, target) for target in (*own, "/tmp", "/run"))]
-    mounts = [*(Mount("volume", "", path, read_only=True) for path in covered), *layout.mounts]
+    volumes = (
+        Mount("volume", f"{PREFIX}{id}-{number}", path, read_only=True, copies=True)
+        for number, path in enumerate(covered)
+    )
+    mounts = [*volumes, *layout.mounts]
     return {
         "Image": layout.image_id,
         "Hostname": "sandbox",

@@ -37,7 +37,7 @@ import msgspec
 
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk, Templates
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, take_after
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
@@ -144,7 +144,7 @@ class Environment:
         _write(self.guest / "config", config)
 
     def make_disk(self, templates: Templates, record: Record) -> None:
-        """Make the disk and mount it; a workspace over layers gets its empty changes.
+        """Make the disk and mount it; a workspace over layers gets its empty changes, whose root is open to its user.
 
         :class:`BackendError` when a layer is gone.
         """
@@ -154,7 +154,7 @@ class Environment:
         if record.layers:
             for directory in (disk.changes, disk.changes_work):
                 directory.mkdir(mode=0o755)
-            take_after(Path(record.layers[0]), disk.changes, 0)
+            os.chown(disk.changes, spec.uid, spec.gid)
 
     def short_layers(self, record: Record) -> list[str]:
         """Name the layers in few characters that mean nothing to mount(2). :class:`BackendError` when one is gone."""
