@@ -27,16 +27,22 @@ from tests.unit.server_harness import KEY, Running, running, settings_for
 from tests.unit.test_cli_unpacking import archive, member
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Running]:
-    with running(settings_for(tmp_path, max_snapshot_bytes=1 << 20)) as server:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(settings_for(tmp_path_factory.mktemp("projects"), max_snapshot_bytes=1 << 20)) as server:
         yield server
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[SandboxClient]:
+    """A client of a server on which nothing is, and nothing is left."""
     with SandboxClient(server.url, KEY) as client:
         yield client
+        for project in client.list_projects():
+            client.delete_project(project.name)
+        for snapshot in client.list_snapshots():
+            client.delete_snapshot(snapshot)
+        assert client.list_sandboxes() == []
 
 
 TREE = archive(
@@ -53,7 +59,7 @@ def test_a_project_is_made_of_a_tar_and_sandboxes_start_from_it(client: SandboxC
     assert (made.name, made.layer_count, [layer.number for layer in made.layers]) == ("site", 1, [0])
     assert client.get_project("site") == made
     assert client.list_projects() == [made]
-    for asked, source in (
+    begun: list[tuple[dict[str, Any], str]] = [
         ({"from_": "site"}, "site@0"),
         ({"project": "site"}, "site@0"),
         ({"from_": "site@0"}, "site@0"),
@@ -62,7 +68,8 @@ def test_a_project_is_made_of_a_tar_and_sandboxes_start_from_it(client: SandboxC
         ({"project": "site", "from_": "main"}, "site:main"),
         ({"from_": made.layers[0].commit}, made.layers[0].commit),
         ({"from_": made.layers[0].commit[:12]}, made.layers[0].commit),
-    ):
+    ]
+    for asked, source in begun:
         with client.create(timeout_seconds=60, metadata={"a": "b"}, **asked) as sandbox:
             assert sandbox.read_text("d/f") == "in layer 0\n"
             assert sandbox.stat("tool").mode == "755"
@@ -189,13 +196,14 @@ HOSTILE: list[tuple[bytes, type[SandboxError]]] = [
 
 @pytest.mark.parametrize(("data", "error"), HOSTILE)
 def test_a_hostile_archive_makes_no_project(
-    server: Running, client: SandboxClient, tmp_path: Path, data: bytes, error: type[SandboxError]
+    server: Running, client: SandboxClient, data: bytes, error: type[SandboxError]
 ) -> None:
-    before = {path.name for path in tmp_path.iterdir()}
+    top = server.settings.data_dir
+    before = {path.name for directory in (top, top.parent) for path in directory.iterdir()}
     with pytest.raises(error):
         client.create_project("site", io.BytesIO(data))
     assert names(client) == []
-    assert {path.name for path in tmp_path.iterdir()} == before
+    assert {path.name for directory in (top, top.parent) for path in directory.iterdir()} == before
     client.create_project("site", io.BytesIO(TREE))
 
 
