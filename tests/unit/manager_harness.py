@@ -172,6 +172,7 @@ for _name in (
     *("open_exec", "start_exec", "attach_exec", "list_execs", "exec_status", "write_stdin", "close_stdin"),
     *("signal_exec", "resize_exec", "forget_exec", "stat_file", "make_directory", "move_file", "remove_file"),
     *("change_mode", "open_file", "store_file", "export_directory", "import_directory", "watch", "guest_stats"),
+    "sync",
 ):
     setattr(Wire, _name, _passing(_name))
 

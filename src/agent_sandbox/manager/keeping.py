@@ -134,6 +134,8 @@ class Streamed(Keeping):
         try:
             async with aclosing(self.workspaces.archive(commit)) as pieces:
                 await self.backend.import_workspace(env_id, pieces, limit)
+            if self.backend.capabilities.guest:  # what was written may fail late, where a disk is promised twice
+                await self.backend.sync(env_id)
         except InvalidRequestError as error:
             raise BackendError(f"the sandbox does not take the state: {error.message}") from error
 

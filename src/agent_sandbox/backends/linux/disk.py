@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 
 from agent_sandbox.backends.linux import mounts
-from agent_sandbox.errors import BackendError
+from agent_sandbox.errors import BackendError, LimitExceededError
 
 _LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
 _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 4, 16
@@ -117,6 +117,23 @@ class Disk:
         """
         flags = mounts.MS_REMOUNT | mounts.MS_NOSUID | mounts.MS_NODEV
         mounts.mount("none", self.mount_point, "ext4", flags, f"resuid={uid}")
+
+    def write_out(self) -> None:
+        """Bring what was written to a mounted disk to its image. :class:`LimitExceededError` when the host lacks room.
+
+        Until then nothing says so: the image is sparse, and what is written to it late fails late.
+        """
+        descriptor = os.open(self.mount_point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            mounts.sync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ENOSPC, errno.EROFS):
+                raise
+            raise LimitExceededError(
+                "the sandbox's disk could not be written; the server's disk is probably full: delete snapshots"
+            ) from error
+        finally:
+            os.close(descriptor)
 
     def flush(self) -> None:
         """Bring an unmounted disk's image to the host's storage. Nothing happens without an image."""

@@ -34,6 +34,13 @@ def system_call(number: int, *arguments: int | bytes) -> int:
     return int(result)
 
 
+def sync(descriptor: int) -> None:
+    """Write out the file system that an open file is on; see syncfs(2)."""
+    if _libc.syncfs(descriptor) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
 def mount(source: str, target: Path, kind: str, flags: int, data: str = "") -> None:
     """Mount ``source`` on the directory ``target``; see mount(2)."""
     result = _libc.mount(os.fsencode(source), os.fsencode(target), kind.encode(), flags, os.fsencode(data) or None)

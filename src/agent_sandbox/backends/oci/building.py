@@ -120,6 +120,7 @@ def _fill_workspace(environment: Environment, record: Record, fill: Callable[[in
         ) from error
     finally:
         os.close(descriptor)
+    environment.disk.write_out()
 
 
 def process_limits() -> dict[str, int]:
