@@ -8,7 +8,6 @@ import os
 import pathlib
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -16,19 +15,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.bench.lean import Lean
+from tests.ports import free_port
 
 PEER = "sic-agent-sandbox[server]==0.2.1"
 IMAGE = "bench"
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = ROOT / "build" / "bench"
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def root_filesystem() -> pathlib.Path:

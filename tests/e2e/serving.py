@@ -7,7 +7,6 @@ import os
 import pathlib
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,11 @@ from collections.abc import Iterator
 
 from agent_sandbox.client import SandboxClient
 from agent_sandbox.errors import SandboxError
+from tests.ports import free_port
 
 KEY = f"e2e-key-{secrets.token_hex(8)}"
 """Of this run alone: a test looks for it in what every process shows, and another run may be on the machine."""
 PROGRAM = str(pathlib.Path(sys.executable).parent / "agent-sandbox")
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class Served:

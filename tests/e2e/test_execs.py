@@ -42,8 +42,9 @@ def text_of(events: list[dict[str, Any]]) -> str:
 
 
 def test_f24_commands_go_on_while_the_server_is_dead(server: Served, box: str) -> None:
-    path = detached(server, box, "for i in 1 2 3; do echo $i; sleep 4; done; exit 7")
-    with opened(server, "POST", f"{box}/execs", {"command": "sleep 12; echo end; exit 8"}) as response:
+    wait = "until [ -e go ]; do sleep 0.1; done"
+    path = detached(server, box, f"echo 1; sleep 1; echo 2; {wait}; echo 3; exit 7")
+    with opened(server, "POST", f"{box}/execs", {"command": f"{wait}; echo end; exit 8"}) as response:
         attached = json.loads(response.readline())["id"]
         server.stop(signal.SIGKILL)
     time.sleep(1)
@@ -53,6 +54,7 @@ def test_f24_commands_go_on_while_the_server_is_dead(server: Served, box: str) -
         path.rpartition("/")[2]: "running",
         attached: "running",
     }
+    ask(server, "POST", f"{box}/exec", {"command": "echo > go"})
     for one, output, code in ((path, "1\n2\n3\n", 7), (f"{box}/execs/{attached}", "end\n", 8)):
         events = lines(call(server, "GET", f"{one}/output")[1])
         assert text_of(events) == output

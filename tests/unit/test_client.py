@@ -37,6 +37,7 @@ from agent_sandbox.client import (
     http,
 )
 from agent_sandbox.client.errors import BY_CODE, api_error, from_reply
+from tests.ports import free_port
 from tests.unit.client_pair import (
     EXEC,
     SANDBOX,
@@ -50,7 +51,7 @@ from tests.unit.client_pair import (
     open_client,
     sandbox_of,
 )
-from tests.unit.server_harness import KEY, Running, free_port, running, settings_for
+from tests.unit.server_harness import KEY, Running, running, settings_for
 
 
 @pytest.fixture(scope="module")

@@ -199,11 +199,18 @@ async def test_a_reader_that_stands_still_loses_its_archive(
 ) -> None:
     commit = await take_a_large_state(kept, tree)
     monkeypatch.setattr(workspaces, "_STALL_SECONDS", 0.0)
-    archive = kept.archive(commit)
-    await anext(archive)
-    await asyncio.sleep(1.5)  # the writer looks every half second
-    with pytest.raises(BackendError, match="nobody reads"):
-        [piece async for piece in archive]
+    for seconds in (1.5, 6, 30):  # the writer looks every half second, unless the machine has no time for it
+        archive = kept.archive(commit)
+        await anext(archive)
+        await asyncio.sleep(seconds)
+        try:
+            [piece async for piece in archive]
+        except BackendError as error:
+            said = error.message
+            break
+    else:
+        pytest.fail("the archive came whole")
+    assert "nobody reads" in said
 
 
 async def test_an_archive_that_nobody_wants_any_more_ends(kept: Workspaces, tree: Path) -> None:

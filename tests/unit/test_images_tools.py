@@ -53,12 +53,10 @@ def test_an_exception_of_the_callback_ends_the_tool_and_its_children(tmp_path: P
         if (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2:
             raise Stop
 
-    started = time.monotonic()
     with pytest.raises(Stop):
-        run(["sh", "-c", "sleep 300 & echo $! >pids; echo $$ >>pids; wait"], tmp_path, stop)
-    assert time.monotonic() - started < 10
+        run(["sh", "-c", "sleep 3600 & echo $! >pids; echo $$ >>pids; wait"], tmp_path, stop)
+    deadline = time.monotonic() + 60
     for pid in (tmp_path / "pids").read_text().split():
-        deadline = time.monotonic() + 10
         while _lives(pid):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -71,9 +69,13 @@ def test_a_tool_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_slow_tool_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(tools, "_STALL_SECONDS", 2.0)
     seen: list[int] = []
-    run(["sh", "-c", "for i in 1 2 3 4 5 6; do sleep 0.2; echo $i >>f; done"], tmp_path, lambda r, w: seen.append(w))
+    run(
+        ["sh", "-c", "for i in 1 2 3 4 5 6 7 8 9; do sleep 0.3; echo $i >>f; done"],
+        tmp_path,
+        lambda r, w: seen.append(w),
+    )
     assert seen == sorted(seen)
     assert seen[-1] >= 10
 
@@ -92,7 +94,7 @@ def test_a_tool_dies_with_us(tmp_path: Path) -> None:
     if pid == 0:
         run(["sh", "-c", "echo $$ >pid; exec sleep 300"], tmp_path, quiet)
         os._exit(1)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -47,13 +47,13 @@ async def test_what_fails_is_tried_again_after_longer_pauses_until_it_is_gone() 
     them = Removals(place.remove)
     them.begin("sb1-1")
     assert "sb1-1" in them
-    await asyncio.wait_for(place.gone.wait(), 5)
+    await asyncio.wait_for(place.gone.wait(), 60)
     await asyncio.sleep(0)
     assert "sb1-1" not in them
     pauses = [after - before for before, after in zip(place.times, place.times[1:], strict=False)]
     assert len(pauses) == 4
     for pause, least in zip(pauses, (0.02, 0.04, 0.05, 0.05), strict=True):
-        assert least - 0.005 <= pause < least + 0.5
+        assert pause >= least - 0.005
     await asyncio.sleep(0.1)
     assert place.attempts == 5
 
@@ -70,7 +70,7 @@ async def test_asking_again_tries_at_once_and_never_twice_at_the_same_time(monke
     await asyncio.sleep(0.01)
     assert (place.attempts, "sb1-1" in them) == (1, True)
     them.begin("sb1-1")
-    await asyncio.wait_for(place.gone.wait(), 5)
+    await asyncio.wait_for(place.gone.wait(), 60)
     await asyncio.sleep(0)
     assert (place.attempts, "sb1-1" in them) == (2, False)
 
@@ -83,8 +83,8 @@ async def test_closing_waits_for_what_runs_and_tries_nothing_again() -> None:
     running.begin("sb2-1")
     await asyncio.sleep(0.01)
     asyncio.get_running_loop().call_later(0.05, slow.let.set)
-    await waiting.close(5)
-    await running.close(5)
+    await waiting.close(60)
+    await running.close(60)
     attempts = failing.attempts
     await asyncio.sleep(0.15)
     assert (failing.attempts, slow.attempts, slow.at_once) == (attempts, 1, 0)
@@ -95,6 +95,6 @@ async def test_closing_does_not_wait_for_ever() -> None:
     place.let.clear()
     them = Removals(place.remove)
     them.begin("sb1-1")
-    await asyncio.wait_for(them.close(0.05), 2)
+    await asyncio.wait_for(them.close(0.05), 60)
     place.let.set()
-    await asyncio.wait_for(place.gone.wait(), 2)
+    await asyncio.wait_for(place.gone.wait(), 60)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,9 +45,7 @@ def test_the_end_of_the_loop_ends_a_call_that_hangs(
             await asyncio.sleep(0.01)
         assert not task.done()
 
-    started = time.monotonic()
-    asyncio.run(leave())
-    assert time.monotonic() - started < 5
+    asyncio.run(asyncio.wait_for(leave(), 60))
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 

@@ -137,7 +137,7 @@ def request(server: Running, path: str, body: Any) -> socket.socket:
     return sock
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -147,22 +147,18 @@ def until(condition: Callable[[], bool], seconds: float = 10) -> bool:
 
 
 def test_output_arrives_while_the_command_runs(server: Running, sandbox: str) -> None:
-    began = time.monotonic()
-    with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "echo now; sleep 3"}) as sock:
+    with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "echo now; sleep 3600"}) as sock:
         text = b""
         while b"now" not in text:
             text += sock.recv(65536)
-        assert time.monotonic() - began < 2
 
 
 def test_headers_of_a_silent_command_come_before_its_end(
     server: Running, sandbox: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "HEADERS_WITHIN_SECONDS", 0.05)
-    began = time.monotonic()
-    with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "sleep 5"}) as sock:
+    with request(server, f"/v1/sandboxes/{sandbox}/exec/stream", {"command": "sleep 3600"}) as sock:
         assert sock.recv(65536).startswith(b"HTTP/1.1 200 ")
-        assert time.monotonic() - began < 3
 
 
 def running_commands(server: Running) -> int:

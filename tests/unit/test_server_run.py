@@ -19,7 +19,8 @@ from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestErro
 from agent_sandbox.server import peer
 from agent_sandbox.server.listen import tcp_socket, unix_socket
 from agent_sandbox.server.run import serve
-from tests.unit.server_harness import KEY, Running, free_port, running, settings_for
+from tests.ports import free_port
+from tests.unit.server_harness import KEY, Running, running, settings_for
 
 PROGRAM = """
 import sys
@@ -29,6 +30,9 @@ from agent_sandbox.server.run import serve
 serve(load_settings(), uds=Path(sys.argv[1]) if sys.argv[1:] else None)
 """
 
+SOON = 60.0
+"""What it may take at most; nothing here ends by itself so soon."""
+
 STUCK = """
 import asyncio
 from agent_sandbox.backends.fake import FakeBackend
@@ -36,7 +40,7 @@ from agent_sandbox.config import load_settings
 from agent_sandbox.server.run import serve
 class Stuck(FakeBackend):
     async def close(self):
-        await asyncio.sleep(60)
+        await asyncio.sleep(3600)
 settings = load_settings()
 serve(settings, backends={"fake": Stuck(settings)})
 """
@@ -204,9 +208,7 @@ def test_a_signal_ends_it_in_order_and_in_time(tmp_path: Path, number: signal.Si
         assert first_line(child) == f"agent-sandbox listens on http://127.0.0.1:{port}\n"
         with socket.create_connection(("127.0.0.1", port)) as idle:
             child.send_signal(number)
-            began = time.monotonic()
-            assert child.wait(10) == 0
-            assert time.monotonic() - began < 3
+            assert child.wait(SOON) == 0
             assert idle.recv(100) == b""
         out, err = child.communicate()
         assert (out, err) == ("", "")
@@ -217,7 +219,7 @@ def test_a_running_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
         first_line(child)
         server = Running(settings_for(tmp_path / "x", port=port), None)
         sandbox_id = server.create()
-        body = b'{"command":"echo a; sleep 60"}'
+        body = b'{"command":"echo a; sleep 3600"}'
         with server.connect() as sock:
             head = f"POST /v1/sandboxes/{sandbox_id}/exec/stream HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -226,9 +228,7 @@ def test_a_running_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
             while b'"a\\n"' not in text:
                 text += sock.recv(65536)
             child.terminate()
-            began = time.monotonic()
-            assert child.wait(15) == 0
-            assert time.monotonic() - began < 6
+            assert child.wait(SOON) == 0
             while piece := sock.recv(65536):
                 text += piece
         assert not text.endswith(b"0\r\n\r\n")
@@ -238,10 +238,8 @@ def test_a_running_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
 def test_a_backend_that_does_not_let_go_does_not_hold_up_the_end(tmp_path: Path) -> None:
     with process(tmp_path, program=STUCK) as (child, _):
         first_line(child)
-        began = time.monotonic()
         child.terminate()
-        assert child.wait(15) == 0
-        assert time.monotonic() - began < 6
+        assert child.wait(SOON) == 0
         assert child.communicate()[1].count("\n") == 1
 
 
@@ -249,12 +247,13 @@ def test_a_command_that_the_end_cuts_off_is_told_so(tmp_path: Path) -> None:
     with process(tmp_path) as (child, port):
         first_line(child)
         server = Running(settings_for(tmp_path / "x", port=port), None)
-        path = f"/v1/sandboxes/{server.create()}/exec"
+        path = f"/v1/sandboxes/{server.create()}"
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.call, "POST", path, {"command": "sleep 60"})
-            time.sleep(0.5)
+            running = pool.submit(server.call, "POST", f"{path}/exec", {"command": "echo > begun; sleep 3600"})
+            while server.call("GET", f"{path}/files?path=begun").status != 200:
+                assert not running.done()
             child.terminate()
-            reply = running.result(15)
+            reply = running.result(SOON)
         assert (reply.status, reply.error["code"]) == (503, "backend_error")
         assert "shutting down" in reply.error["message"]
         assert child.wait(10) == 0
@@ -262,27 +261,27 @@ def test_a_command_that_the_end_cuts_off_is_told_so(tmp_path: Path) -> None:
 
 def test_idleness_ends_it_but_not_while_a_sandbox_lives(tmp_path: Path) -> None:
     path = tmp_path / "run" / "server.sock"
-    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="2", API_KEYS="") as (child, _):
+    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="3", API_KEYS="") as (child, _):
         assert first_line(child) == f"agent-sandbox listens on unix://{path}\n"
         server = Running(settings_for(tmp_path / "x"), path)
         sandbox_id = server.create()
         time.sleep(4.5)
         assert child.poll() is None
         assert server.call("DELETE", f"/v1/sandboxes/{sandbox_id}").status == 204
-        assert child.wait(10) == 0
+        assert child.wait(SOON) == 0
     assert not path.exists()
 
 
 def test_any_request_keeps_an_idle_server_alive(tmp_path: Path) -> None:
     path = tmp_path / "run" / "server.sock"
-    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="2", API_KEYS="") as (child, _):
+    with process(tmp_path, str(path), IDLE_EXIT_SECONDS="3", API_KEYS="") as (child, _):
         first_line(child)
         server = Running(settings_for(tmp_path / "x"), path)
         until = time.monotonic() + 4.5
         while time.monotonic() < until:
             assert server.call("GET", "/healthz", key=False).status == 200
             time.sleep(0.1)
-        assert child.wait(10) == 0
+        assert child.wait(SOON) == 0
 
 
 def test_the_key_is_in_no_argument_and_no_output(tmp_path: Path) -> None:
