@@ -9,8 +9,8 @@ from pathlib import Path
 PROGRAMS = ("sh", "head", "bash", "cat", "id", "ls", "touch", "mkdir", "mount")
 
 
-def build_rootfs(root: Path) -> Path:
-    """Make the root file system in ``root``, which does not exist yet."""
+def build_rootfs(root: Path, more: tuple[str, ...] = ()) -> Path:
+    """Make the root file system in ``root``, which does not exist yet; ``more`` are further programs in it."""
     for name in ("bin", "etc", "data"):
         (root / name).mkdir(parents=True)
     (root / "data").chmod(0o777)
@@ -18,7 +18,7 @@ def build_rootfs(root: Path) -> Path:
     (root / "data/lower").write_text("lower\n")
     (root / "data/lower").chmod(0o666)
     libraries: set[str] = set()
-    for program in PROGRAMS:
+    for program in (*PROGRAMS, *more):
         path = shutil.which(program, path="/usr/bin:/bin")
         assert path is not None
         shutil.copy(path, root / "bin" / program)
