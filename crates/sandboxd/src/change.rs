@@ -9,6 +9,7 @@ use crate::conn::{Fate, Stream};
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::fsops::{Answer, entry_map, kind_of};
+use crate::lookup;
 use crate::pack::MapWriter;
 use crate::resolve::{self, Target};
 use rustix::fs::{
@@ -53,7 +54,7 @@ fn make(workspace: &[u8], path: &[u8], mode: Mode, parents: bool) -> Result<Vec<
     match mkdirat(&target.parent, &target.name[..], Mode::RWXU) {
         Ok(()) => {
             // The mode asked for, whatever the umask says.
-            let made = openat(&target.parent, &target.name[..], DIRECTORY, Mode::empty())?;
+            let made = lookup::directory(&target.parent, &target.name, DIRECTORY)?;
             fchmod(&made, mode)?;
             Ok(entry_map(path, &fstat(&made)?))
         }
@@ -194,11 +195,11 @@ impl Removal {
             Some(level) => level.fd.as_ref(),
         };
         let above = above.ok_or(Errno::NOENT)?;
-        let opened = match openat(above, name, DIRECTORY, Mode::empty()) {
+        let opened = match lookup::directory(above, name, DIRECTORY) {
             Err(Errno::ACCESS) => {
                 // Its owner may not read it at the moment. Should it be a link by now, the user's own file gets the mode.
                 chmodat(above, name, Mode::RWXU, AtFlags::empty())?;
-                openat(above, name, DIRECTORY, Mode::empty())
+                lookup::directory(above, name, DIRECTORY)
             }
             result => result,
         };

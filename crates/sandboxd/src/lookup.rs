@@ -10,7 +10,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, Result};
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::OnceLock;
 
 /// The kernel's own limit.
@@ -20,15 +20,27 @@ const MAX_SURPRISES: usize = 100;
 const PROC: u64 = 0x9fa0;
 const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
+fn tells_magic() -> bool {
+    static TELLS_MAGIC: OnceLock<bool> = OnceLock::new();
+    *TELLS_MAGIC.get_or_init(|| at_once(b"/", OFlags::PATH | OFlags::CLOEXEC).is_ok())
+}
+
+/// Open the directory of this name in another one, for reading. A link in its place is `ENOTDIR`.
+pub fn directory(here: impl AsFd, name: &[u8], flags: OFlags) -> Result<OwnedFd> {
+    let flags = flags | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    if tells_magic() { openat(here, name, flags, Mode::empty()) } else { in_two_steps(here, name, flags) }
+}
+
+/// gVisor follows a link where a directory is asked for, whatever it is told, but for `O_PATH`.
+fn in_two_steps(here: impl AsFd, name: &[u8], flags: OFlags) -> Result<OwnedFd> {
+    let place = openat(here, name, STEP | OFlags::DIRECTORY, Mode::empty())?;
+    openat(place, ".", flags, Mode::empty())
+}
+
 /// Open an absolute path. A link in the last place is followed unless `flags` say otherwise.
 pub fn open(path: &[u8], flags: OFlags) -> Result<OwnedFd> {
-    static TELLS_MAGIC: OnceLock<bool> = OnceLock::new();
     let flags = flags | OFlags::CLOEXEC;
-    if *TELLS_MAGIC.get_or_init(|| at_once(b"/", OFlags::PATH | OFlags::CLOEXEC).is_ok()) {
-        at_once(path, flags)
-    } else {
-        by_steps(path, flags)
-    }
+    if tells_magic() { at_once(path, flags) } else { by_steps(path, flags) }
 }
 
 fn at_once(path: &[u8], flags: OFlags) -> Result<OwnedFd> {
@@ -82,7 +94,9 @@ fn by_steps(path: &[u8], flags: OFlags) -> Result<OwnedFd> {
                 Err(errno) => return Err(errno),
             }
         }
-        let opened = if last {
+        let opened = if last && flags.contains(OFlags::DIRECTORY) && !flags.contains(OFlags::PATH) {
+            in_two_steps(&here, &name, flags | OFlags::NOFOLLOW)
+        } else if last {
             openat(&here, &name[..], flags | OFlags::NOFOLLOW, Mode::empty())
         } else {
             openat(&here, &name[..], STEP | OFlags::DIRECTORY, Mode::empty())
@@ -268,6 +282,20 @@ mod tests {
                 assert_eq!(found, expected, "{path} {flags:?}");
             }
         }
+    }
+
+    #[test]
+    fn a_directory_in_two_steps_is_never_one_behind_a_link() {
+        let place = Place::new("two-steps");
+        symlink("d", place.0.join("link")).unwrap();
+        let here = openat(CWD, &place.0, STEP | OFlags::DIRECTORY, Mode::empty()).unwrap();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        for (name, expected) in [("d", Ok(())), ("link", Err(Errno::NOTDIR)), ("none", Err(Errno::NOENT))] {
+            assert_eq!(in_two_steps(&here, name.as_bytes(), flags).map(drop), expected, "{name}");
+            assert_eq!(directory(&here, name.as_bytes(), flags).map(drop), expected, "{name}");
+        }
+        let (found, expected) = (in_two_steps(&here, b"d", flags), openat(&here, "d", flags, Mode::empty()));
+        assert_eq!(identity(found), identity(expected));
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 use crate::errors::{Code, Failure};
 use crate::fsops::write_all;
+use crate::lookup;
 use crate::tarfmt::Time;
 use crate::tarread::{Entry, EntryKind, Reader};
 use rustix::fs::{
@@ -320,7 +321,7 @@ impl Tree {
         for at in open + 1..self.chain.len() {
             let name = &self.nodes[self.chain[at].0].name[..];
             let above = self.chain[at - 1].1.as_ref().ok_or(Errno::NOENT)?;
-            let fd = openat(above, name, DIRECTORY, Mode::empty())?;
+            let fd = lookup::directory(above, name, DIRECTORY)?;
             self.chain[at].1 = Some(fd);
             if let Some(old) = (at + 1).checked_sub(MAX_OPEN).filter(|&index| index > 0) {
                 self.chain[old].1 = None;
@@ -369,7 +370,7 @@ impl Tree {
 
 fn open_or_make(here: BorrowedFd<'_>, name: &[u8], mode: Mode) -> Result<OwnedFd, Errno> {
     for _ in 0..TRIES {
-        match openat(here, name, DIRECTORY, Mode::empty()) {
+        match lookup::directory(here, name, DIRECTORY) {
             Err(Errno::NOENT) => match mkdirat(here, name, mode) {
                 Ok(()) | Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),

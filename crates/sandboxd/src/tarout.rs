@@ -11,6 +11,7 @@
 //! which the caller gives a share of the sandbox's memory; beyond it the export fails as `exhausted`.
 
 use crate::errors::{Code, Failure};
+use crate::lookup;
 use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
 use crate::tarsink::{Out, Stop, extents, sparse_map};
 use crate::uploads::is_unfinished;
@@ -242,8 +243,15 @@ impl Walk {
     /// Open what was seen a moment ago, if it is still that.
     fn open(&self, name: &[u8], seen: &Stat, flags: OFlags) -> Result<(OwnedFd, Stat), Errno> {
         let here = self.here().ok_or(Errno::NOENT)?;
-        let file = match openat(here, name, READ | OFlags::NOATIME | flags, Mode::empty()) {
-            Err(Errno::PERM) => openat(here, name, READ | flags, Mode::empty())?,
+        let open = |flags: OFlags| {
+            if flags.contains(OFlags::DIRECTORY) {
+                lookup::directory(here, name, flags)
+            } else {
+                openat(here, name, flags, Mode::empty())
+            }
+        };
+        let file = match open(READ | OFlags::NOATIME | flags) {
+            Err(Errno::PERM) => open(READ | flags)?,
             result => result?,
         };
         let stat = fstat(&file)?;
@@ -310,7 +318,7 @@ impl Walk {
             let name = &self.path_of(at);
             let flags = READ | OFlags::DIRECTORY;
             let opened = match (&fd, &self.levels[0].fd) {
-                (Some(above), _) | (None, Some(above)) => openat(above, &name[..], flags, Mode::empty()),
+                (Some(above), _) | (None, Some(above)) => lookup::directory(above, name, flags),
                 (None, None) => return Ok(None),
             };
             let Ok(opened) = opened else { return Ok(None) };

@@ -22,7 +22,7 @@ use crate::lookup;
 use crate::pack::MapWriter;
 use crate::uploads::{Replacing, is_unfinished};
 use rustix::fs::inotify::{ReadFlags, WatchFlags};
-use rustix::fs::{FileType, Mode, OFlags, RawDir, fstat, openat, statat};
+use rustix::fs::{FileType, OFlags, RawDir, fstat, statat};
 use rustix::io::Errno;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::mem::MaybeUninit;
@@ -202,7 +202,7 @@ impl Tree {
             return None;
         }
         for part in self.names(parent)?.into_iter().chain([name]) {
-            at = openat(&at, part, DIRECTORY, Mode::empty()).ok()?;
+            at = lookup::directory(&at, part, DIRECTORY).ok()?;
         }
         Some(at)
     }
