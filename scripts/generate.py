@@ -5,6 +5,7 @@ spec/openapi.json              the routes of ``agent_sandbox.server``
 docs/reference/settings.md     the settings of ``agent_sandbox.config``
 docs/reference/cli.md          the commands of ``agent_sandbox.cli``
 docs/reference/errors.md       ``errors.py``, the server's status codes, the CLI's exit codes
+docs/backends.md               the runs of the conformance kit in ``docs/conformance`` (``make conformance``)
 =============================  =====================================================
 """
 
@@ -22,6 +23,8 @@ from agent_sandbox import errors
 from agent_sandbox.cli import exit_codes, options
 from agent_sandbox.cli.app import app
 from agent_sandbox.config import describe
+from agent_sandbox.conformance import matrix
+from agent_sandbox.conformance.report import Report, from_json
 from agent_sandbox.server.errors import INTERNAL_CODE, INTERNAL_STATUS, STATUS
 from agent_sandbox.server.openapi import openapi_document
 
@@ -132,6 +135,22 @@ def error_page() -> str:
     return "\n".join([*lines, ""])
 
 
+RUNS = ("runc", "gvisor", "docker", "docker-runsc")
+"""The configurations in the order of the page; others follow by name."""
+
+
+def runs() -> list[Report]:
+    """What is kept of the runs of the conformance kit."""
+    found = [from_json(path.read_text()) for path in (ROOT / "docs" / "conformance").glob("[!.]*.json")]
+    order = {name: number for number, name in enumerate(RUNS)}
+    return sorted(found, key=lambda report: (order.get(report.configuration, len(RUNS)), report.configuration))
+
+
+def backends() -> str:
+    """The page of backends."""
+    return matrix.page(runs(), GENERATED)
+
+
 def errors_in_order() -> list[type[errors.SandboxError]]:
     """The error classes with a code of their own to tell, as errors.py lists them."""
     found = [
@@ -145,6 +164,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/settings.md": settings,
     "docs/reference/cli.md": cli,
     "docs/reference/errors.md": error_page,
+    "docs/backends.md": backends,
 }
 
 
