@@ -60,6 +60,8 @@ def test_a_sandbox_from_creation_to_end(server: Running) -> None:
         "disk_mb": 1024,
         "state": "running",
         "metadata": {},
+        "project": None,
+        "source": None,
     }
     path = f"/v1/sandboxes/{sandbox_id}"
     assert server.call("GET", path).json == reply.json
