@@ -27,7 +27,7 @@ GOOD = Probe(
     overlay_problem="",
     systemd="running with our unit",
     kvm="usable",
-    docker="Docker version 28.2.2, build e6534b4",
+    docker="Docker 20.10.24 with runc, on this host",
     disk_free_bytes=100 << 30,
     sandboxd="/opt/sandboxd",
     data_dir="/var/lib/agent-sandbox",
@@ -129,7 +129,15 @@ def test_a_machine_without_anything_fails_and_every_finding_has_a_remedy() -> No
         ({"systemd": "absent"}, "systemd", "ok", "not running; only needed to keep a server running"),
         ({"systemd": "running"}, "systemd", "ok", "running, without agent-sandbox.service"),
         ({"kvm": "no access"}, "kvm", "warn", "/dev/kvm: no access"),
-        ({"docker": ""}, "docker", "ok", "absent; not needed"),
+        ({"docker": ""}, "docker", "ok", "no engine; not needed"),
+        ({}, "docker", "ok", "Docker 20.10.24 with runc, on this host; not in BACKENDS"),
+        ({"docker_wanted": True}, "docker", "ok", "Docker 20.10.24 with runc, on this host"),
+        (
+            {"docker": "", "docker_wanted": True, "docker_problem": "no engine answers; start it"},
+            "docker",
+            "fail",
+            "no engine answers",
+        ),
     ],
 )
 def test_each_check(change: dict[str, object], check: str, status: str, detail: str) -> None:

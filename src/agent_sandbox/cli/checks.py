@@ -43,6 +43,8 @@ class Probe:
     systemd: Literal["absent", "running", "running with our unit"] = "absent"
     kvm: Literal["absent", "no access", "usable"] = "absent"
     docker: str = ""
+    docker_problem: str = ""
+    docker_wanted: bool = False
     disk_free_bytes: int = 0
     min_free_mb: int = 512
     sandboxd: str = ""
@@ -204,8 +206,13 @@ def kvm(probe: Probe) -> Finding:
 
 
 def docker(probe: Probe) -> Finding:
-    """Not used: sandboxes run without it."""
-    return Finding("docker", "ok", f"{probe.docker}; not used" if probe.docker else "absent; not needed")
+    """The engine of the docker backend, which nobody needs who does not ask for it."""
+    if probe.docker_problem and probe.docker_wanted:
+        problem, _, remedy = probe.docker_problem.partition("; ")
+        return Finding("docker", "fail", problem, remedy or "choose another backend in AGENT_SANDBOX_BACKENDS")
+    if probe.docker:
+        return Finding("docker", "ok", probe.docker if probe.docker_wanted else f"{probe.docker}; not in BACKENDS")
+    return Finding("docker", "ok", "no engine; not needed")
 
 
 def disk(probe: Probe) -> Finding:

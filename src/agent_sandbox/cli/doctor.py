@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import platform
@@ -15,6 +16,7 @@ import typer
 from agent_sandbox import installing
 from agent_sandbox.cli import checks, exit_codes, options, output
 from agent_sandbox.config import Settings, load_settings
+from agent_sandbox.errors import SandboxError
 
 TOOL_SECONDS = 10
 _PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"))
@@ -48,6 +50,7 @@ def gather(settings: Settings) -> checks.Probe:
     """Look at the machine; whatever cannot be read counts as not there."""
     v1, v2 = _cgroups()
     sandboxd, problem = _sandboxd(settings)
+    docker, docker_problem = _docker(settings)
     data_dir = settings.data_dir
     try:
         found: os.stat_result | None = data_dir.stat()
@@ -74,7 +77,9 @@ def gather(settings: Settings) -> checks.Probe:
         workspaces=settings.workspaces,
         systemd=_systemd(),
         kvm=_kvm(),
-        docker=_tool("docker", "--version"),
+        docker=docker,
+        docker_problem=docker_problem,
+        docker_wanted="docker" in settings.backends,
         disk_free_bytes=_disk_free(data_dir),
         min_free_mb=settings.min_free_mb,
         sandboxd=sandboxd,
@@ -135,6 +140,16 @@ def _tool(name: str, flag: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter((done.stdout or done.stderr).splitlines()), "")
+
+
+def _docker(settings: Settings) -> tuple[str, str]:
+    """What the engine of the docker backend is, and what keeps sandboxes from it: one of both is empty."""
+    from agent_sandbox.backends.docker import facts
+
+    try:
+        return asyncio.run(facts.describe(settings.docker_host, settings.docker_runtime)), ""
+    except SandboxError as error:
+        return "", error.message
 
 
 def _idmap_problem(data_dir: Path) -> str | None:

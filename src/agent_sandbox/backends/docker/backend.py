@@ -144,7 +144,10 @@ class DockerBackend(GuestBackend):
         async with translated("starting the docker backend"):
             await self._thread(self._prepare)
         no_network = await self._why_no_network()
-        no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
+        no_layers = (
+            "AGENT_SANDBOX_WORKSPACES is copy" if self._settings.workspaces == "copy" else self._facts.not_shared
+        )
+        no_layers = no_layers or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, "runtime": self._facts.runtime}
         self.known_failures = _KNOWN_FAILURES
@@ -159,8 +162,8 @@ class DockerBackend(GuestBackend):
 
     def _prepare(self) -> None:
         self._seccomp = seccomp.profile(platform.machine())
-        self._sandboxd = find_sandboxd(self._settings.sandboxd)
         self._places.prepare(shares_files=self._facts.shares_files)
+        self._sandboxd = self._places.keep_daemon(find_sandboxd(self._settings.sandboxd))
         if self._facts.shares_files:
             require_disks()
             self._templates.clear()

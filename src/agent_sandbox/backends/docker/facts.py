@@ -28,6 +28,7 @@ _LIMITS: Mapping[LimitName, tuple[str, ...]] = {
 _HOST_SOCKETS = {"--host-uds=create", "--host-uds=all", "-host-uds=create", "-host-uds=all"}
 """Of runsc: it lets a sandbox's daemon bind a socket in a directory of the host's."""
 
+_DESCRIBE_SECONDS = 10.0
 _NO_NETWORK = {"--network=none", "-network=none"}
 
 
@@ -84,6 +85,20 @@ async def find(engine: Engine, asked: str, instance: str) -> Facts:
         binds_sockets=not not_shared and (not is_gvisor or bool(_HOST_SOCKETS & options)),
         has_network=not _NO_NETWORK & options,
     )
+
+
+async def describe(host: str, asked: str) -> str:
+    """The engine at ``host`` in a few words, for people. Errors are those of :func:`find`."""
+    engine = Engine(host)
+    try:
+        async with asyncio.timeout(_DESCRIBE_SECONDS):
+            found = await find(engine, asked, "doctor")
+    except TimeoutError:
+        raise BackendError(f"the Docker engine at {host} does not answer; look at its log") from None
+    finally:
+        await engine.close()
+    where = "on this host" if found.shares_files else f"with volumes of its own, since {found.not_shared}"
+    return f"Docker {found.version} with {found.runtime}, {where}"
 
 
 def enforced(info: Mapping[str, Any]) -> frozenset[LimitName]:

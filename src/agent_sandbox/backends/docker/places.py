@@ -2,6 +2,7 @@
 
 ::
 
+    DATA_DIR/docker/sandboxd-<digest>   the daemon's program, as containers mount it
     DATA_DIR/docker/env/<id>/           0700
     ├── spec.json                       0600, the record: what was asked for, the image's content, the container
     ├── key                             0600, the 32 bytes that prove either side of the wire to the other
@@ -233,6 +234,24 @@ class Places:
         for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.links, 0o711)):
             directory.mkdir(mode=mode, exist_ok=True)
             directory.chmod(mode)
+
+    def keep_daemon(self, program: Path) -> Path:
+        """A copy of the daemon's program that stays where it is, whatever becomes of the installation it comes from.
+
+        Containers name its path for as long as they are there. Copies that nobody can name any more are removed.
+        """
+        content = program.read_bytes()
+        copy = self.home / f"sandboxd-{hashlib.sha256(content).hexdigest()[:16]}"
+        if not copy.exists():
+            aside = self.home / f".new-{secrets.token_hex(4)}"
+            _write(aside, content)
+            aside.chmod(0o755)
+            aside.replace(copy)
+        if not self.names():
+            for other in (*self.home.glob("sandboxd-*"), *self.home.glob(".new-*")):
+                if other != copy:
+                    other.unlink(missing_ok=True)
+        return copy
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
