@@ -144,10 +144,7 @@ class DockerBackend(GuestBackend):
         async with translated("starting the docker backend"):
             await self._thread(self._prepare)
         no_network = await self._why_no_network()
-        no_layers = (
-            "AGENT_SANDBOX_WORKSPACES is copy" if self._settings.workspaces == "copy" else self._facts.not_shared
-        )
-        no_layers = no_layers or await self._thread(why_no_overlay, self._places.run)
+        no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, "runtime": self._facts.runtime}
         self.known_failures = _KNOWN_FAILURES
