@@ -102,6 +102,9 @@ def _reasons(report: Report) -> list[str]:
             lines += [""]
     if len(lines) == 2:
         lines += ["Every check passed.", ""]
+    notes = report.capabilities["notes"]
+    if notes:
+        lines += ["Notes on its capabilities:", "", *(f"- {name}: {_cell(notes[name])}" for name in sorted(notes)), ""]
     return lines
 
 
