@@ -136,6 +136,7 @@ def test_backends(server: Running) -> None:
 
 def test_what_the_backend_cannot_do_is_501_before_any_effect(server: Running, sandbox: str) -> None:
     path = f"/v1/sandboxes/{sandbox}"
+    before = server.call("GET", f"/v1/snapshots?sandbox_id={sandbox}").json["snapshots"]
     reply = server.call("POST", path + "/snapshots", {"memory": True})
     is_error(reply, 501, "unsupported", "checkpoint")
     assert reply.error["details"] == {"capability": "checkpoint", "backend": "fake"}
@@ -150,7 +151,7 @@ def test_what_the_backend_cannot_do_is_501_before_any_effect(server: Running, sa
     for options in ({"min_isolation": "vm"}, {"read_only_rootfs": False}):
         is_error(server.call("POST", "/v1/sandboxes", options), 501, "unsupported")
     listed = server.call("GET", f"/v1/snapshots?sandbox_id={sandbox}").json["snapshots"]
-    assert [one["id"] for one in listed] == [made["id"]]
+    assert listed == [*before, made]
 
 
 @pytest.mark.parametrize(
