@@ -113,7 +113,7 @@ class Box:
 
         await self.backend.import_workspace(self.id, pieces(), max_bytes)
 
-    async def answers_again(self, seconds: float = 5.0) -> bool:
+    async def answers_again(self, seconds: float = 30.0) -> bool:
         """Whether a command runs, now or soon: the kernel gives processes back a little after they have ended."""
         for _ in range(int(seconds / 0.1)):
             try:
@@ -132,7 +132,7 @@ class Box:
         )
         return int((await self.run(["python3", "-c", script, needle])).text)
 
-    async def gone(self, needle: str, seconds: float = 3.0) -> bool:
+    async def gone(self, needle: str, seconds: float = 30.0) -> bool:
         """Whether no process inside has ``needle`` in its command line, now or soon."""
         for _ in range(int(seconds / 0.1)):
             if await self.processes(needle) == 0:

@@ -147,7 +147,7 @@ class LayerSuite(SuiteBase):
             ticks = (path / "ticks").stat().st_size
             await asyncio.sleep(0.3)
             assert (path / "ticks").stat().st_size == ticks
-        for _ in range(50):
+        for _ in range(600):
             if len(await layered.get("ticks")) > ticks:
                 break
             await asyncio.sleep(0.05)
@@ -156,17 +156,17 @@ class LayerSuite(SuiteBase):
 
     async def test_a_shared_writable_map_is_told(self, backend: Backend, layered: Box) -> None:
         program = (
-            "import mmap,time\nf=open('f','r+b'); m=mmap.mmap(f.fileno(),0); m[:1]=b'H'\n"
-            "time.sleep(4); m.close(); print('unmapped')\n"
+            "import mmap,os,time\nf=open('f','r+b'); m=mmap.mmap(f.fileno(),0); m[:1]=b'H'\n"
+            "while not os.path.exists('go'): time.sleep(0.05)\nm.close(); print('unmapped')\n"
         )
-        mapping = asyncio.create_task(layered.python(program, timeout=20))
-        for _ in range(100):
-            await asyncio.sleep(0.1)
-            if await layered.get("f") == b"High\n":
-                break
+        mapping = asyncio.create_task(layered.python(program, timeout=100))
+        async with asyncio.timeout(60):
+            while await layered.get("f") != b"High\n":
+                await asyncio.sleep(0.1)
         async with backend.hold_workspace(layered.id) as held:
             assert held.mapped
             assert pathlib.Path(held.path, "f").read_bytes() == b"High\n"
+        await layered.put("go", b"")
         assert (await mapping).text == "unmapped\n"
         async with backend.hold_workspace(layered.id) as held:
             assert not held.mapped

@@ -13,7 +13,7 @@ import os
 import pathlib
 import tarfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import pytest
 
@@ -302,16 +302,23 @@ class FileOperationSuite(SuiteBase):
                     pass
 
     async def test_watches_are_counted_and_given_back(self, box: Box) -> None:
-        for _ in range(2):
-            watches = [watching(box) for _ in range(16)]
-            for watch in watches:
-                await watch.__aenter__()
+        for again in (False, True):
+            watches: list[AbstractAsyncContextManager[Changes]] = []
+            async with asyncio.timeout(60):
+                while len(watches) < 16:
+                    watch: AbstractAsyncContextManager[Changes] = watching(box)
+                    try:
+                        await watch.__aenter__()
+                    except LimitExceededError:
+                        assert again  # those of before are given back a little after their end
+                        await asyncio.sleep(0.05)
+                    else:
+                        watches.append(watch)
             with pytest.raises(LimitExceededError):
                 async with watching(box):
                     pass
-            for watch in watches:
-                await watch.__aexit__(None, None, None)
-            await asyncio.sleep(0.2)
+            for each in watches:
+                await each.__aexit__(None, None, None)
 
     async def test_sync(self, box: Box) -> None:
         await box.put("f", b"x" * 1_000_000)
@@ -319,10 +326,12 @@ class FileOperationSuite(SuiteBase):
 
     async def test_stats_count(self, box: Box) -> None:
         before = await box.backend.guest_stats(box.id)
-        task = asyncio.ensure_future(box.run("sleep 3"))
-        await asyncio.sleep(0.5)
-        assert (await box.backend.guest_stats(box.id)).processes > before.processes
-        await task
+        task = asyncio.ensure_future(box.run("sleep 300", timeout=300))
+        async with asyncio.timeout(60):
+            while (await box.backend.guest_stats(box.id)).processes <= before.processes:
+                await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.wait([task])
 
     async def test_an_unknown_environment(self, backend: Backend) -> None:
         for wrong in (

@@ -158,13 +158,11 @@ class BackendSuite(SuiteBase):
         assert "no-such-program" in result.exit.message
 
     async def test_a_timeout_keeps_the_output_and_says_so(self, box: Box) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        result = await box.run("echo before; sleep 30", timeout=0.5)
+        async with asyncio.timeout(60):
+            result = await box.run("echo before; sleep 300", timeout=2)
         assert result.stdout == b"before\n"
         assert result.exit.timed_out
         assert (result.exit.signal, result.exit.code) == (9, None)
-        assert loop.time() - started < 5
 
     async def test_output_arrives_while_the_command_runs(self, box: Box) -> None:
         argv = ["sh", "-c", "echo first; sleep 20"]
@@ -274,12 +272,12 @@ class BackendSuite(SuiteBase):
                 await asyncio.sleep(0.05)
 
     async def test_destroy_under_a_running_command(self, backend: Backend, box: Box) -> None:
-        events = backend.exec(box.id, ["sleep", "60"], env={}, workdir=WORKSPACE, timeout_seconds=60)
+        events = backend.exec(box.id, ["sleep", "300"], env={}, workdir=WORKSPACE, timeout_seconds=300)
         task = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0.2)
         await backend.destroy(box.id)
         with pytest.raises(SandboxError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await task
         await events.aclose()
 
