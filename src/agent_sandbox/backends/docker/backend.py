@@ -146,7 +146,7 @@ class DockerBackend(GuestBackend):
         no_network = await self._why_no_network()
         no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
-        self.versions = {"docker": self._facts.version, "runtime": self._facts.runtime}
+        self.versions = {"docker": self._facts.version, self._facts.runtime: self._facts.runtime_version}
         self.known_failures = _KNOWN_FAILURES
         await self._thaw_all()
 
@@ -228,7 +228,7 @@ class DockerBackend(GuestBackend):
         self._check(id, spec)
         if len(layers) > MAX_LAYERS:
             raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
-        if id in self._removals or id in await self.list_ids():
+        if id in self._removals or await self._is_there(id):
             raise ConflictError(f"environment {id} exists already")
         await self._changes.alone(id, self._create(id, spec, layers))
 
@@ -294,7 +294,13 @@ class DockerBackend(GuestBackend):
             await self._thread(environment.write, record)
         elif record.spec.network == "full":
             await self._network.ensure()
-        await self._containers.start(record.container)
+        try:
+            await self._containers.start(record.container)
+        except BackendError as error:
+            if "runtime" not in error.message:
+                raise
+            words = f"{error.message}; is {self._facts.runtime} installed on its host, and new enough?"
+            raise BackendError(words) from error
         self._records[id] = record
         live = await self._look(id, record.container)
         if live is not None:
@@ -408,8 +414,14 @@ class DockerBackend(GuestBackend):
         await self._changes.end(id)
         async with translated("destroying the sandbox"):
             await settled(asyncio.ensure_future(self._end(id)))
-        if id in await self.list_ids():
+        if await self._is_there(id):
             self._removals.begin(id)
+
+    async def _is_there(self, id: str) -> bool:
+        """Whether something of the environment is here or on the engine."""
+        if id in await self._thread(self._places.names):
+            return True
+        return bool(await self._containers.find(id) or await self._containers.volumes(id))
 
     async def _end(self, id: str) -> None:
         """End every process of the environment, which cannot be found from now on; return when none is left."""

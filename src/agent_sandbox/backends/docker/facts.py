@@ -49,6 +49,7 @@ class Facts:
     not_shared: str
     binds_sockets: bool
     has_network: bool = True
+    runtime_version: str = ""
 
     @property
     def shares_files(self) -> bool:
@@ -84,7 +85,14 @@ async def find(engine: Engine, asked: str, instance: str) -> Facts:
         not_shared=not_shared,
         binds_sockets=not not_shared and (not is_gvisor or bool(_HOST_SOCKETS & options)),
         has_network=not _NO_NETWORK & options,
+        runtime_version=_component(version, runtime),
     )
+
+
+def _component(version: Mapping[str, Any], name: str) -> str:
+    """The version of a part of the engine's, as it tells it; of runtimes that is its own runc alone."""
+    found = (one for one in version.get("Components") or () if isinstance(one, dict) and one.get("Name") == name)
+    return next((str(one.get("Version", "")) for one in found), "version not told")
 
 
 async def describe(host: str, asked: str) -> str:
