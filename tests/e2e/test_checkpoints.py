@@ -145,22 +145,3 @@ def test_a_server_that_is_killed_at_each_step_of_keeping_memory(tmp_path: pathli
             snapshot = sandbox.snapshot(memory=True)
             with client.fork(snapshot) as fork:
                 goes_on(fork, command.id, at)
-
-
-def test_one_backend_that_is_down_stops_no_other(tmp_path: pathlib.Path) -> None:
-    down = f"unix://{tmp_path}/no-engine.sock"
-    with serving(tmp_path / "data", "docker,runc", docker_host=down) as server, server.client() as client:
-        assert client.health()["backend"] == "runc"
-        first, second = client.backends()
-        assert (first.name, first.default, first.healthy) == ("docker", True, False)
-        assert first.message
-        assert (second.name, second.healthy) == ("runc", True)
-        assert second.versions["runc"]
-        with pytest.raises(SandboxError, match="docker"):
-            client.create()
-        with client.create(backend="runc") as sandbox:
-            sandbox.write_file("/workspace/f", b"kept")
-            with client.fork(sandbox.snapshot(), timeout_seconds=60) as fork:
-                assert fork.read_file("/workspace/f") == b"kept"
-        with client.create(min_isolation="container") as sandbox:
-            assert sandbox.info.backend == "runc"
