@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.backends.oci import OciBackend
+from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.config import load_settings
 from agent_sandbox.conformance.box import Box
 from agent_sandbox.conformance.files import BUILD, DUMP
-from agent_sandbox.errors import LimitExceededError, PayloadTooLargeError
+from agent_sandbox.errors import BackendError, LimitExceededError, PayloadTooLargeError
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager
 from agent_sandbox.manager.records import SandboxRecord
 
@@ -207,3 +208,30 @@ async def test_two_rollbacks_at_once_and_a_snapshot_that_is_deleted_meanwhile(wo
             break
         await asyncio.sleep(0.1)
     assert await world.backend.list_ids() == [(await second).env_id]
+
+
+@pytest.mark.parametrize(("asked", "why"), [("auto", ""), ("auto", "EPERM"), ("overlay", "EPERM"), ("copy", "")])
+async def test_the_way_is_chosen_at_start_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str, why: str
+) -> None:
+    monkeypatch.setattr(Places, "why_no_layers", lambda _: why)
+    backend = OciBackend(load_settings({"data_dir": tmp_path / "data", "workspaces": asked}, {}))
+    try:
+        if asked == "overlay":
+            with pytest.raises(BackendError, match="WORKSPACES=overlay cannot be: EPERM; set it to auto or copy"):
+                await backend.start()
+            return
+        with caplog.at_level("INFO"):
+            await backend.start()
+        note = backend.capabilities.notes.get("layered_workspace", "")
+        if asked == "auto" and not why:
+            assert (backend.projection, note) == ("overlay", "")
+            assert "mounted over layers (overlayfs)" in caplog.text
+        else:
+            reason = why or "AGENT_SANDBOX_WORKSPACES=copy"
+            assert backend.projection == "copy"
+            assert note.startswith(f"copied: {reason};")
+            assert f"workspaces are copied, not mounted over layers: {reason}" in caplog.text
+        assert backend.capabilities.layered_workspace
+    finally:
+        await backend.close()

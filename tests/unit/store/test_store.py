@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.errors import (
+    BackendError,
     ConflictError,
     InvalidRequestError,
     NotFoundError,
@@ -42,7 +43,7 @@ from agent_sandbox.store import (
 from agent_sandbox.store.objects import MAX_AUTHOR, MAX_MESSAGE, Entry, Type
 from agent_sandbox.store.ports import Captured, Objects, Options, Progress, Writer
 from agent_sandbox.store.reference import ReferenceEngine
-from tests.unit.store.engines import ENGINES
+from tests.unit.store.engines import ENGINES, opened
 from tests.unit.store.trees import scratch, state_of
 
 
@@ -131,6 +132,27 @@ def test_what_is_committed_comes_back(store: Store, place: Path) -> None:
     assert [entry.id for entry in store.log("p")] == [head, made.commit]
     assert [entry.commit.base for entry in store.log("p")] == [made.commit, None]
     assert store.check().clean
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_state_is_laid_out_in_a_directory_of_somebody_elses_until_nobody_wants_it(store: Store, place: Path) -> None:
+    work = files(place / "work", **{f"d__f{number}": str(number) * 9_000 for number in range(300)})
+    work.chmod(0o751)
+    store.init("p", work)
+    for name in ("whole", "half"):
+        (place / name).mkdir()
+    with opened(place / "whole") as descriptor:
+        store.lay_out("p", descriptor, owner=(12_345, 54_321))
+    found = [place / "whole", *(place / "whole").rglob("*")]
+    assert {(path.lstat().st_uid, path.lstat().st_gid) for path in found} == {(12_345, 54_321)}
+    assert [path.stat().st_mode for path in (place / "whole", work)] == [0o40751] * 2
+    assert len(found) == 302
+
+    def unwanted(*_: int) -> None:
+        raise BackendError("nobody waits")
+
+    with opened(place / "half") as descriptor, pytest.raises(BackendError, match="nobody waits"):
+        store.lay_out("p", descriptor, owner=(1, 1), progress=unwanted)
 
 
 def test_a_commit_of_nothing_new_writes_nothing(store: Store, place: Path) -> None:
