@@ -140,8 +140,10 @@ class Backend(abc.ABC):
     async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
         """As :meth:`create`, with a workspace that begins as ``workspace`` shows it. What changes is the sandbox's own.
 
-        Of backends with the capability ``layered_workspace``, as the two methods below. The layers stay in use until
-        ``list_ids`` does not show the environment any more. :class:`BackendError` when a layer is not there.
+        Which of its forms is used, :attr:`projection` says; a copy is on the environment's disk when this returns. Of
+        backends with the capability ``layered_workspace``, as the two methods below. The layers stay in use until
+        ``list_ids`` does not show the environment any more. :class:`BackendError` when a layer is not there,
+        :class:`LimitExceededError` when a copy does not fit.
         """
         raise UnsupportedError("layered_workspace", self.name)
 
