@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from agent_sandbox import conformance
 from agent_sandbox.cli.conformance import read_probe
+from agent_sandbox.conformance import matrix
 from agent_sandbox.conformance.checklist import ABILITIES, ITEMS, NEEDS, items_of, unsupported
 from agent_sandbox.conformance.page import page
 from agent_sandbox.conformance.report import Check, Report, from_json, to_json
+from agent_sandbox.conformance.run import plain
 from agent_sandbox.conformance.suite import SuiteBase
 from agent_sandbox.errors import InvalidRequestError
 from agent_sandbox.types import Capabilities
@@ -108,6 +113,39 @@ def test_the_page_is_one_file_and_what_a_sandbox_said_stays_text() -> None:
     assert not [word for word in ("src=", "href=", "http", "@import", "url(") if word in text]
 
 
+def test_the_matrix_says_what_the_runs_said_and_its_reasons_stay_text() -> None:
+    first = report(Check("S.test_a", ("B14",), "pass"), Check("S.test_b", ("R3",), "known failure", "a | b\n<i>"))
+    second = report(
+        Check("S.test_a", ("B14",), "unsupported", "cpus: none"), Check("S.test_c", ("M",), "fail", "broke")
+    )
+    capabilities = {**plain(Capabilities(isolation="gvisor", guest=True)), "enforces": ["pids"]}
+    runs = [dataclasses.replace(run, capabilities=capabilities) for run in (first, second)]
+    text = matrix.page([runs[0], dataclasses.replace(runs[1], configuration="other")], "<!-- made -->\n")
+    lines = text.splitlines()
+    assert "| B14 | limits: each is hit from inside and holds | pass | – |" in lines
+    assert "| M | the method contract of backends/base.py |  | **FAIL** |" in lines
+    assert "| isolation | gvisor | gvisor |" in lines
+    assert "- a \\| b &lt;i>: `S.test_b`" in lines
+    assert "- cpus: none: `S.test_a`" in lines
+    assert next(line for line in lines if line.startswith("| `other`")).split("|")[3].strip() == "**FAILED**"
+
+
+KEPT = sorted((Path(__file__).resolve().parents[2] / "docs" / "conformance").glob("[!.]*.json"))
+
+
+def test_runs_of_every_built_in_configuration_are_kept() -> None:
+    assert {path.stem for path in KEPT} >= {"runc"}
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
+def test_what_is_kept_of_runs_is_whole_and_has_no_unexplained_failure(path: Path) -> None:
+    told = from_json(path.read_text())
+    assert told.configuration == path.stem
+    assert told.whole
+    assert [check for check in told.checks if check.verdict == "fail"] == []
+    assert all(check.reason for check in told.checks if check.verdict in ("known failure", "unsupported"))
+
+
 def kit(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "agent_sandbox.cli", "conformance", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -164,6 +202,23 @@ def test_what_cannot_be_asked() -> None:
     assert nothing.returncode != 0
     assert "no check is called B99" in nothing.stderr
     assert kit().returncode == 2
+
+
+def test_an_interrupt_removes_what_the_checks_made(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agent_sandbox.cli", "conformance", "--backend", "fake"]
+    with subprocess.Popen(
+        [*command, "--only", "ExecTreeSuite.test_processes_used_up_still_lists_*"],  # which it waits for in vain
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        while not list(tmp_path.glob("agent-sandbox-conformance-*/run/test_*")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, "interrupted" in said) == (130, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_that_is_none_is_refused(tmp_path: Path) -> None:
