@@ -210,6 +210,36 @@ async def test_two_rollbacks_at_once_and_a_snapshot_that_is_deleted_meanwhile(wo
     assert await world.backend.list_ids() == [(await second).env_id]
 
 
+async def test_what_was_made_one_way_goes_on_under_a_server_of_another(tmp_path: Path) -> None:
+    """Somebody changes the setting, or moves to a kernel that cannot mount what a stopped sandbox does not need."""
+    first = World(tmp_path / "data", "layered")
+    await first.manager.start()
+    sandbox = await first.manager.create(CreateOptions(memory_mb=128, disk_mb=64))
+    await first.box(sandbox).shell("mkdir d; echo 1 > d/f; ln d/f g")
+    snapshot = await first.manager.snapshot(sandbox.id)
+    fork = await first.manager.fork(snapshot.id, ForkOptions())
+    await first.box(fork).shell("mv d e; echo 2 > e/f")
+    await first.manager.close()
+    second = World(tmp_path / "data", "copied")
+    await second.manager.start()
+    try:
+        kept = await second.manager.snapshot(fork.id)
+        copy = await second.manager.fork(kept.id, ForkOptions())
+        assert await second.box(copy).shell("cat e/f g; ls") == "2\n2\ne\ng\n"
+        await second.box(copy).shell("echo 3 > g")
+        found = await second.manager.changes(copy.id, limit=9, text=False)
+        assert [change.path for change in found.changes] == ["/workspace/e/f", "/workspace/g"]
+        back = await second.manager.rollback(fork.id, snapshot.id)
+        assert await second.box(back).shell("cat d/f g; ls") == "1\n1\nd\ng\n"
+        await second.manager.settle()
+        assert await second.backend.layers_in_use() == set()
+    finally:
+        for record in await second.manager.list_sandboxes():
+            await second.manager.destroy(record.id)
+        await second.manager.settle()
+        await second.manager.close()
+
+
 @pytest.mark.parametrize(("asked", "why"), [("auto", ""), ("auto", "EPERM"), ("overlay", "EPERM"), ("copy", "")])
 async def test_the_way_is_chosen_at_start_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str, why: str
