@@ -18,6 +18,7 @@ GOOD = Probe(
     loop_control=True,
     tools={
         "runc": "runc version 1.1.5+ds1",
+        "runsc": "runsc version 0.0~20240729.0",
         "mke2fs": "mke2fs 1.47.0 (5-Feb-2023)",
         "skopeo": "skopeo version 1.9.3",
         "umoci": "umoci version 0.4.7",
@@ -83,6 +84,9 @@ def test_a_machine_without_anything_fails_and_every_finding_has_a_remedy() -> No
         ({"tools": {"mke2fs": "1.47"}}, "runc", "fail", "not found"),
         ({"tools": {"runc": "runc version 1.0.0-rc6"}}, "runc", "fail", "runc version 1.0.0-rc6"),
         ({"tools": {"runc": "runc version 1.3.0"}}, "e2fsprogs", "fail", "no mke2fs"),
+        ({"tools": {"runc": "runc version 1.1.5"}}, "runsc", "warn", "not found"),
+        ({"tools": {"runsc": "runsc version 0.0~20221219.0"}}, "runsc", "warn", "runsc version 0.0~20221219.0"),
+        ({"tools": {"runsc": "runsc version release-20240401.0"}}, "runsc", "ok", "runsc version release-20240401.0"),
         ({"sandboxd": "", "sandboxd_error": "gone"}, "sandboxd", "fail", "gone"),
         ({"data_dir_mode": None}, "data directory", "ok", "/var/lib/agent-sandbox is made with the first sandbox"),
         ({"data_dir_mode": 0o755}, "data directory", "warn", "/var/lib/agent-sandbox has mode 755"),

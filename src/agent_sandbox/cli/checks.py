@@ -17,6 +17,8 @@ OLDEST_KERNEL = (5, 6)
 """openat2(2) and pidfds; older ones miss what the daemon's file work stands on."""
 OLDEST_RUNC = (1, 1)
 """The oldest that this project is tested with."""
+OLDEST_RUNSC = 20240101
+"""The date of the oldest gVisor that the gvisor backend takes."""
 _SHARED = "without, sandboxes share one user id of the host"
 LOW_DISK_BYTES = 5 << 30
 CONTROLLERS = ("cpu", "memory", "pids")
@@ -155,6 +157,18 @@ def runc(probe: Probe) -> Finding:
     return Finding("runc", "ok", found)
 
 
+def runsc(probe: Probe) -> Finding:
+    """The runtime of the gvisor backend, which only those who ask for it need."""
+    found = probe.tools.get("runsc", "")
+    remedy = "for AGENT_SANDBOX_BACKENDS=gvisor: apt-get install -t bookworm-backports runsc, or gVisor's own package"
+    if not found:
+        return Finding("runsc", "warn", "not found", remedy)
+    date = re.search(r"\d{8}", found)
+    if date is None or int(date[0]) < OLDEST_RUNSC:
+        return Finding("runsc", "warn", found, f"a release of at least {OLDEST_RUNSC} is needed; {remedy}")
+    return Finding("runsc", "ok", found)
+
+
 def e2fsprogs(probe: Probe) -> Finding:
     """Makes the disk of a sandbox."""
     found = probe.tools.get("mke2fs", "")
@@ -265,6 +279,7 @@ CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     workspaces,
     loop_devices,
     runc,
+    runsc,
     e2fsprogs,
     daemon,
     data_directory,

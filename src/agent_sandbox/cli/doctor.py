@@ -67,6 +67,7 @@ def gather(settings: Settings) -> checks.Probe:
         loop_control=Path("/dev/loop-control").exists(),
         tools={
             "runc": _tool("runc", "--version"),
+            "runsc": _tool("runsc", "--version"),
             "mke2fs": _tool("mke2fs", "-V"),
             "skopeo": _tool("skopeo", "--version"),
             "umoci": _tool("umoci", "--version"),

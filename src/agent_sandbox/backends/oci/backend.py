@@ -152,7 +152,7 @@ class OciBackend(GuestBackend):
         self._host = Host(
             self.instance,
             self._places.group,
-            sandboxd,
+            self._program(sandboxd),
             self._hierarchies,
             self._counted(limits),
             self._filter(),
@@ -307,9 +307,7 @@ class OciBackend(GuestBackend):
         fill: Fill | None = None,
         source: Path | None = None,
     ) -> None:
-        if self._host is None:
-            raise BackendError(f"the {self.name} backend was not started")
-        host, listening, unwanted = self._host, self._listening(environment), threading.Event()
+        host, listening, unwanted = self._host_for(source), self._listening(environment, record.spec), threading.Event()
         filling = None if fill is None else lambda place, owner: fill(place, owner, unwanted.is_set)
         with contextlib.ExitStack() as stack:
             namespace = None
@@ -576,6 +574,10 @@ class OciBackend(GuestBackend):
             no_layers=no_layers,
         )
 
+    def _program(self, sandboxd: Path) -> Path:
+        """The daemon's executable as sandboxes get it."""
+        return sandboxd
+
     def _why_no_ids(self) -> str:
         """Why sandboxes get no host ids of their own; empty where they do."""
         return self._places.prepare_ranges()
@@ -588,7 +590,13 @@ class OciBackend(GuestBackend):
         """The system calls that a sandbox may make, its daemon too."""
         return seccomp.profile(platform.machine())
 
-    def _listening(self, environment: Environment) -> Listening:
+    def _host_for(self, source: Path | None) -> Host:
+        """What an environment stands on; one that goes on from a checkpoint, on what that needs."""
+        if self._host is None:
+            raise BackendError(f"the {self.name} backend was not started")
+        return self._host
+
+    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
         return DESCRIPTORS
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:

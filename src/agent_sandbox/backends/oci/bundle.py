@@ -155,6 +155,11 @@ def config(
     }
 
 
+def daemon_of(config: Mapping[str, Any]) -> Path:
+    """The host's path of the daemon's executable in a config.json."""
+    return next(Path(mount["source"]) for mount in config["mounts"] if mount["destination"] == DAEMON)
+
+
 def namespaces(layout: Layout) -> dict[str, Any]:
     """The namespaces of a sandbox, all of them its own, and how its ids map to the host's where it has its own."""
     new = [{"type": name} for name in ("pid", "ipc", "uts", "mount", "network", "cgroup")]

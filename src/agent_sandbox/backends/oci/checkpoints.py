@@ -7,7 +7,8 @@
     └── manifest.json         written last, 0600: without it there is no checkpoint
 
 The manifest says what the memory can go on with, and nothing else: the runtime and its version, the machine (its
-processor's features, which programs have chosen by), the image's content, and what of the limits lives in that memory.
+processor's features, which programs have chosen by), the daemon's program, the image's content, and what of the limits
+lives in that memory.
 The functions block.
 
 When changing the manifest: count its version up; an older one is then refused, with the versions in the message.
@@ -41,7 +42,11 @@ _INSIDE = "/root"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a checkpoint was made of; all must be the same where it goes on, but ``memory_mb``, which may be more."""
+    """What a checkpoint was made of.
+
+    All must be the same where it goes on, but for ``memory_mb``, which may be more, and ``daemon``, the digest of the
+    daemon's program, which is started from where it is kept.
+    """
 
     version: int = VERSION
     runtime: str
@@ -54,6 +59,7 @@ class Made:
     pids_limit: int
     tmp_mb: int
     memory_mb: int
+    daemon: str
 
 
 _WORDS = {
@@ -70,7 +76,7 @@ _WORDS = {
 }
 
 
-def made_of(record: Record, runtime: str) -> Made:
+def made_of(record: Record, runtime: str, daemon: str) -> Made:
     """What a checkpoint of this environment is made of, on this machine."""
     spec = record.spec
     return Made(
@@ -84,6 +90,7 @@ def made_of(record: Record, runtime: str) -> Made:
         pids_limit=spec.pids_limit,
         tmp_mb=spec.tmp_mb,
         memory_mb=spec.memory_mb,
+        daemon=daemon,
     )
 
 
@@ -104,7 +111,7 @@ def require(made: Made, wanted: Made) -> None:
         if field.name == "memory_mb":
             if now < before:
                 raise ConflictError(f"the checkpoint needs {before} MiB of memory, and {now} are asked for")
-        elif before != now:
+        elif field.name != "daemon" and before != now:
             raise ConflictError(f"the checkpoint is of another {_WORDS[field.name]}: {before!r}, here it is {now!r}")
 
 

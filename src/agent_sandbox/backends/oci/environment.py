@@ -177,6 +177,14 @@ class Environment:
         with os.fdopen(descriptor, "w") as file:
             json.dump(config, file)
 
+    def bundle(self) -> dict[str, Any]:
+        """Read the bundle's config.json back. :class:`BackendError` when it is not there."""
+        try:
+            found: dict[str, Any] = json.loads((self.directory / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise BackendError(f"the bundle of environment {self.id} is damaged; start it again") from error
+        return found
+
     def open_log(self) -> int:
         """Open the daemon's log, which is on the sandbox's own disk and so within its limit."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -25,6 +25,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.oci import bundle, checkpoints
 from agent_sandbox.backends.oci.backend import OciBackend
 from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, Listening, daemon_config, process_limits
+from agent_sandbox.backends.oci.daemons import Daemons
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.backends.oci.requirements import gvisor_capabilities
@@ -62,6 +64,7 @@ class GvisorBackend(OciBackend):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._parted: dict[str, asyncio.Event] = {}
+        self._daemons = Daemons(self._places.home / "daemons")
 
     # -- the runtime ---------------------------------------------------------------------
 
@@ -80,6 +83,13 @@ class GvisorBackend(OciBackend):
         has_swap_limit = cgroups.has_swap_limit(self._hierarchies)
         return gvisor_capabilities(limits, has_swap_limit=has_swap_limit, no_layers=no_layers)
 
+    def _program(self, sandboxd: Path) -> Path:
+        return self._daemons.keep(sandboxd)
+
+    def _host_for(self, source: Path | None) -> Host:
+        host = super()._host_for(source)
+        return host if source is None else replace(host, sandboxd=self._daemons.find(checkpoints.read(source).daemon))
+
     def _why_no_ids(self) -> str:
         return "a guest's processes are none of the host's"
 
@@ -89,9 +99,12 @@ class GvisorBackend(OciBackend):
     def _filter(self) -> Mapping[str, Any] | None:
         return None
 
-    def _listening(self, environment: Environment) -> Listening:
+    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
         args = ("--listen", f"{bundle.PRIVATE}/sock", "--config", f"{bundle.PRIVATE}/config")
-        return Listening(args, environment.daemon, process_limits())
+        # Private memory too, so that one process that asks for more than all there is gets none. What several take
+        # together is left to the host, whose kernel ends the largest: that is gVisor's, and everything with it.
+        limits = {**process_limits(), "data": spec.memory_mb * bundle.MIB}
+        return Listening(args, environment.daemon, limits)
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:
         config = {**daemon_config(record, key), "pids_limit": record.spec.pids_limit}
@@ -177,7 +190,8 @@ class GvisorBackend(OciBackend):
             async with translated("keeping the processes' memory"):
                 try:
                     await self._runsc.checkpoint(name, place)
-                    await self._thread(checkpoints.seal, place, self._made_of(record))
+                    daemon = await self._thread(self._daemon_of, record.id)
+                    await self._thread(checkpoints.seal, place, self._made_of(record, daemon))
                 except BaseException:
                     await self._thread(checkpoints.discard, place)
                     raise
@@ -189,11 +203,15 @@ class GvisorBackend(OciBackend):
         async with translated("reading the checkpoint"):
             made = await self._thread(checkpoints.read, source)
             image = await self._thread(self._images.open, spec.image, spec.image_digest)
-        checkpoints.require(made, self._made_of(Record(id, spec, image.rootfs)))
+        checkpoints.require(made, self._made_of(Record(id, spec, image.rootfs), made.daemon))
         await self._create_prepared(id, spec, workspace, source)
 
-    def _made_of(self, record: Record) -> checkpoints.Made:
-        return checkpoints.made_of(record, f"runsc {self._version}")
+    def _made_of(self, record: Record, daemon: str) -> checkpoints.Made:
+        return checkpoints.made_of(record, f"runsc {self._version}", daemon)
+
+    def _daemon_of(self, id: str) -> str:
+        """The digest of the daemon's program that an environment was started with."""
+        return bundle.daemon_of(self._places.environment(id).bundle()).name
 
     async def _held_record(self, id: str) -> Record:
         record = await self._record(id)
