@@ -118,9 +118,17 @@ def test_what_a_command_changed_is_brought_back_after_asking(server: Served, sit
     assert (site / "lib").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_person_is_asked(server: Served, site: Path) -> None:
-    with Person(environ(server)) as person:
-        person.enter(f"{PROGRAM} run -m 64 --disk 64 -v {site} --pull-changes -- sh -c 'echo four >> text'")
+def test_a_person_is_asked(server: Served, site: Path, tmp_path: Path) -> None:
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    with Person({**environ(server), "TMPDIR": str(aside)}) as person:
+        command = f"{PROGRAM} run -m 64 --disk 64 -v {site} --pull-changes -- sh -c 'echo four >> text'"
+        person.enter(command)
+        person.expect(r"\[d\]iff: ", 60)
+        person.type("\x03")
+        person.expect("outer> ")
+        assert (site / "text").read_text() == "one\ntwo\n"
+        person.enter(command)
         person.expect(r"\[d\]iff: ", 60)
         person.enter("d")
         person.expect(r"\+four")
@@ -129,3 +137,4 @@ def test_a_person_is_asked(server: Served, site: Path) -> None:
         person.expect("1 of 1 changes are written")
         person.expect("outer> ")
     assert (site / "text").read_text() == "one\ntwo\nfour\n"
+    assert list(aside.iterdir()) == []

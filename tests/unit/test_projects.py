@@ -90,7 +90,14 @@ def test_a_sandbox_starts_from_a_snapshot_with_what_the_request_says(client: San
         assert other.info.project == "nobody"
 
 
-def test_work_is_published_as_the_next_layer_when_it_comes_from_the_newest(client: SandboxClient) -> None:
+def collect(server: Running) -> None:
+    """Remove from the server's store whatever nothing leads to."""
+    server.wait(server.manager._fleet.workspaces.ask(lambda store: store.gc()))
+
+
+def test_work_is_published_as_the_next_layer_when_it_comes_from_the_newest(
+    server: Running, client: SandboxClient
+) -> None:
     client.create_project("site", io.BytesIO(TREE))
     with client.create(project="site") as first, client.create(project="site") as late:
         first.write_file("new", "1")
@@ -110,6 +117,7 @@ def test_work_is_published_as_the_next_layer_when_it_comes_from_the_newest(clien
         kept = late.snapshot()
         assert client.add_layer("site", kept).outcome == "up_to_date"
         assert client.add_layer("site", first.snapshot().id).layer.number == 1, "published before: it is that layer"
+    collect(server)
     shown = client.get_project("site", limit=2)
     assert (shown.layer_count, [layer.number for layer in shown.layers]) == (3, [2, 1])
     with client.create(from_="site") as sandbox:
@@ -119,12 +127,25 @@ def test_work_is_published_as_the_next_layer_when_it_comes_from_the_newest(clien
         assert [change.path for change in sandbox.changes().changes] == ["/workspace/mine"]
         commits = [state.commit for state in client.log(sandbox.snapshot())]
         assert commits[1] == shown.layers[0].commit
+    with client.create(from_="site@1") as sandbox:
+        assert sorted(entry.name for entry in sandbox.list_files()) == ["d", "new", "tool"]
 
 
-def test_sandboxes_outlive_the_project_that_they_came_from(client: SandboxClient) -> None:
+def test_a_layer_is_added_once_under_one_key(client: SandboxClient) -> None:
+    client.create_project("site")
+    with client.create(project="site") as sandbox:
+        numbers = []
+        for text in ("1", "2"):
+            sandbox.write_file("f", text)
+            numbers.append(client.add_layer("site", sandbox.id, idempotency_key="same").layer.number)
+    assert (numbers, client.get_project("site").layer_count) == ([1, 1], 2)
+
+
+def test_sandboxes_outlive_the_project_that_they_came_from(server: Running, client: SandboxClient) -> None:
     client.create_project("site", io.BytesIO(TREE))
     with client.create(project="site") as sandbox:
         client.delete_project("site")
+        collect(server)
         assert names(client) == []
         sandbox.write_file("new", "1")
         assert [change.path for change in sandbox.changes().changes] == ["/workspace/new"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from agent_sandbox import models
-from agent_sandbox.client.call import TAR, Call, as_list, as_nothing, as_shape, post, with_query
+from agent_sandbox.client.call import TAR, Call, as_list, as_nothing, as_shape, new_key, post, with_query
 from agent_sandbox.client.file_requests import ARCHIVE_SECONDS
 from agent_sandbox.errors import InvalidRequestError
 
@@ -31,10 +31,11 @@ def delete(name: str) -> Call[None]:
     return Call("DELETE", _path(name), as_nothing)
 
 
-def add(name: str, state: models.Snapshot | str) -> Call[models.LayerAdded]:
+def add(name: str, state: models.Snapshot | str, idempotency_key: str | None) -> Call[models.LayerAdded]:
     """Publish a state as the next layer."""
-    id = state if isinstance(state, str) else state.id
-    return post(_path(name) + "/layers", {"from": id}, as_shape(models.LayerAdded), wait=ARCHIVE_SECONDS)
+    body = {"from": state if isinstance(state, str) else state.id}
+    decode = as_shape(models.LayerAdded)
+    return post(_path(name) + "/layers", body, decode, idempotency_key=idempotency_key or new_key())
 
 
 def _path(name: str) -> str:

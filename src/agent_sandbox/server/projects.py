@@ -14,6 +14,7 @@ from agent_sandbox.server.archives import TAR
 from agent_sandbox.server.codec import JsonReply, number, parameter, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
+from agent_sandbox.server.idempotency import KEY_HEADER, once
 from agent_sandbox.server.streams import uploaded
 
 router = routing.router("projects")
@@ -71,10 +72,19 @@ async def delete_project(name: str, request: Request) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/projects/{name}/layers", response_model=models.LayerAdded, responses=common(404, 409, 429, 501))
+@router.post(
+    "/projects/{name}/layers",
+    response_model=models.LayerAdded,
+    responses=common(404, 409, 429),
+    openapi_extra={"parameters": [KEY_HEADER]},
+)
 async def add_layer(name: str, body: models.LayerCreate, request: Request) -> Response:
     """Publish the state of a sandbox or snapshot as the next layer. Done twice, it is one layer.
 
     The state must come from the newest layer; when the line has moved meanwhile, this is refused.
     """
-    return JsonReply(views.layer_added(await manager_of(request).publish(name, body.from_)))
+
+    async def publish() -> Response:
+        return JsonReply(views.layer_added(await manager_of(request).publish(name, body.from_)))
+
+    return await once(request, publish)

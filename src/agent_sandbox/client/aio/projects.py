@@ -33,10 +33,12 @@ class AsyncClientProjects:
         """Delete a project with its layers. Sandboxes that started from it live on."""
         await self._http.send(project_requests.delete(name))
 
-    async def add_layer(self, name: str, state: models.Snapshot | str) -> models.LayerAdded:
+    async def add_layer(
+        self, name: str, state: models.Snapshot | str, *, idempotency_key: str | None = None
+    ) -> models.LayerAdded:
         """Publish a state as the next layer of a project: a sandbox's or snapshot's id, or a reference.
 
         It must come from the newest layer: :class:`ConflictError` when the line has moved meanwhile. Doing it again
         changes nothing.
         """
-        return await self._http.send(project_requests.add(name, state))
+        return await self._http.send(project_requests.add(name, state, idempotency_key))
