@@ -76,10 +76,10 @@ $(STAMPS)/test-tools: $(STAMPS)/system
 	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io
 	@touch $@
 
-JOBS ?= 2
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 
 .PHONY: test
-test: setup $(STAMPS)/test-tools ## Run every test (root), in parts, JOBS (2) at a time; PARTS="unit rust" runs only those
+test: setup $(STAMPS)/test-tools ## Run every test (root), in parts, JOBS at a time; PARTS="unit rust" runs only those
 	@$(if $(SUDO),cargo test --locked --workspace --quiet --no-run)
 	@$(SUDO) $(BIN)/python scripts/run_tests.py --jobs $(JOBS) $(PARTS)
 
@@ -100,7 +100,7 @@ fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_S
 	    --package sandboxd --example fuzz-wire --package agent-sandbox-engine --example fuzz-store
 	@printf '%s\n' "$(BIN)/python -m tests.fuzz.wire" "$(BIN)/python -m tests.fuzz.store" \
 	    target/engine/examples/fuzz-wire target/engine/examples/fuzz-store |
-	    xargs -P $(JOBS) -I '{}' bash -c '{} --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
+	    xargs -P $$(nproc) -I '{}' bash -c '{} --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
 KILLS ?= 100
 

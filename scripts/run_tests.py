@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Run every test, in parts, two at a time: scripts/run_tests.py [--jobs N] [PART...]
+"""Run every test, in parts side by side: scripts/run_tests.py [--jobs N] [PART...]
 
 A part is a process of its own: cargo's tests, or pytest over some of the files. Most tests on a real runtime wait more
-than they compute, so that two parts side by side need little more than half the time, while the tests within a part
-follow each other as ever. Files are given to parts by name (PARTS); one that no pattern names is of the last part, so
-none is left out. A part's output goes to build/logs, and is printed when the part fails; each part ends with one line.
+than they compute, so that three parts on two cores need little more than a third of the time, while the tests within a
+part follow each other as ever. Files are given to parts by name (PARTS); one that no pattern names is of the last part,
+so none is left out. A part's output goes to build/logs, and is printed when the part fails; each part ends with one
+line.
 
 This process is the reaper of everything that the tests start. What still runs at the end, say a server that a test
 forgot, is named, ended, and makes the run fail.
@@ -228,7 +229,7 @@ def run(parts: list[Part], jobs: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the tests in parts.")
-    parser.add_argument("--jobs", type=int, default=2, help="how many parts run at a time")
+    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="how many parts run at a time")
     parts = make_parts()
     parser.add_argument("part", nargs="*", choices=[[], *(part.name for part in parts)], help="only these")
     chosen = parser.parse_args()

@@ -54,7 +54,7 @@ class Served:
     def start(self) -> None:
         """Start the server and return once it answers."""
         process = self.spawn()
-        for _ in range(300):
+        for _ in range(1_200):
             if process.poll() is not None:
                 break
             with contextlib.suppress(SandboxError), self.client() as client:
