@@ -1,6 +1,7 @@
 """``make bench``: ours beside the peer, on one machine in one run, alternating. Prints medians, spread and ratio.
 
-The peer runs where a Docker engine answers. A measurement is one operation over a kept connection of the lean client,
+Ours is on runc; its Docker backend and the peer run where a Docker engine answers, its gvisor backend where runsc is
+installed. All run the same image. A measurement is one operation over a kept connection of the lean client,
 unless the row says otherwise; ``10–90 %`` is the spread of ours. Every reply is checked; a row with a failure says so.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.contenders import BUILD, Contender, Floor, docker_runs, ours, peer, say
+from tests.bench.contenders import BUILD, Contender, Floor, docker_runs, gvisor_runs, ours, peer, say
 from tests.bench.lean import Lean
 
 
@@ -163,24 +164,24 @@ def throughput(contender: Contender, seconds: float, connections: int = 32, sand
 def show(bench: Bench, rates: dict[str, tuple[float, int]], console: Console) -> None:
     """Print the table."""
     table = Table(title="median, milliseconds")
-    for column in ("operation", "ours", "10–90 %", "n", "peer", "n", "peer / ours", "failed"):
+    others = [contender.name for contender in bench.contenders if contender.name != "ours"]
+    ratios = [name for name in ("ours", "docker") if name in ("ours", *others) and "peer" in others]
+    for column in ("operation", "ours", "10–90 %", "n", *others, *(f"peer / {name}" for name in ratios), "failed"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for row, times in bench.rows.items():
         mine = sorted(times.get("ours", []))
-        theirs = times.get("peer", [])
         if not mine:
             continue
-        middle = statistics.median(mine)
+        middles = {name: statistics.median(taken) for name, taken in times.items() if taken}
         low, high = mine[len(mine) // 10], mine[min(len(mine) - 1, len(mine) * 9 // 10)]
-        other = statistics.median(theirs) if theirs else None
+        both = [(middles.get("peer"), middles.get(name)) for name in ratios]
         table.add_row(
             row,
-            f"{middle * 1e3:.1f}",
+            f"{middles['ours'] * 1e3:.1f}",
             f"{low * 1e3:.1f}–{high * 1e3:.1f}",
             str(len(mine)),
-            f"{other * 1e3:.1f}" if other else "–",
-            str(len(theirs)) if theirs else "–",
-            f"{other / middle:.1f}×" if other else "–",
+            *(f"{middles[name] * 1e3:.1f}" if name in middles else "–" for name in others),
+            *(f"{theirs / own:.1f}×" if theirs and own else "–" for theirs, own in both),
             str(len(bench.failures.get(row, []))),
         )
     console.print(table)
@@ -201,6 +202,10 @@ def main() -> int:
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         contenders = [stack.enter_context(ours())]
+        if docker_runs():
+            contenders.append(stack.enter_context(ours("docker", "docker")))
+        if gvisor_runs():
+            contenders.append(stack.enter_context(ours("gvisor", "gvisor")))
         if not options.no_peer and docker_runs():
             contenders.append(stack.enter_context(peer()))
         else:
@@ -214,7 +219,7 @@ def main() -> int:
         say("snapshots …")
         snapshots(bench, max(3, options.rounds // 20))
         say("throughput …")
-        rates = {c.name: throughput(c, 5.0 if c.name == "ours" else 10.0) for c in contenders}
+        rates = {c.name: throughput(c, 10.0 if c.name == "peer" else 5.0) for c in contenders}
         resident = {c.name: c.resident_kib() for c in contenders}
     console = Console(width=120)
     show(bench, rates, console)

@@ -96,9 +96,9 @@ class Contender:
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[Contender]:
-    """Our server on the embedded backend."""
-    data, key, port = BUILD / "data", secrets.token_hex(16), free_port()
+def ours(name: str = "ours", backend: str = "runc") -> Iterator[Contender]:
+    """Our server on one of its backends."""
+    data, key, port = BUILD / f"data-{name}", secrets.token_hex(16), free_port()
     shutil.rmtree(data, ignore_errors=True)
     program = str(pathlib.Path(sys.executable).parent / "agent-sandbox")
     env = {
@@ -106,11 +106,29 @@ def ours() -> Iterator[Contender]:
         "AGENT_SANDBOX_API_KEYS": key,
         "AGENT_SANDBOX_PORT": str(port),
         "AGENT_SANDBOX_MAX_SANDBOXES": "300",
+        "AGENT_SANDBOX_BACKENDS": backend,
     }
-    command = [program, "image", "import", IMAGE, str(root_filesystem())]
-    subprocess.run(command, env={**os.environ, **env}, check=True, stdout=subprocess.DEVNULL)
-    with _serving([program, "serve"], env, port, key, BUILD / "ours.log") as pid:
-        yield Contender("ours", port, key, pid, IMAGE)
+    image = IMAGE
+    if backend == "docker":
+        image = engine_image()
+    else:
+        command = [program, "image", "import", IMAGE, str(root_filesystem())]
+        subprocess.run(command, env={**os.environ, **env}, check=True, stdout=subprocess.DEVNULL)
+    with _serving([program, "serve"], env, port, key, BUILD / f"{name}.log") as pid:
+        yield Contender(name, port, key, pid, image)
+
+
+def engine_image() -> str:
+    """The same root filesystem as an image of the Docker engine's, imported once."""
+    image = "asb-bench:latest"
+    if subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode != 0:
+        subprocess.run(["docker", "import", str(root_filesystem()), image], check=True, capture_output=True)
+    return image
+
+
+def gvisor_runs() -> bool:
+    """Whether gVisor's runtime is installed."""
+    return shutil.which("runsc") is not None
 
 
 def docker_runs() -> bool:
@@ -129,9 +147,7 @@ def peer() -> Iterator[Contender]:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         subprocess.run([str(venv / "bin" / "pip"), "install", "-q", PEER], check=True)
         (venv / "done").touch()
-    image = "asb-bench:latest"
-    if subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode != 0:
-        subprocess.run(["docker", "import", str(root_filesystem()), image], check=True, capture_output=True)
+    image = engine_image()
     data, key, port = BUILD / "peer-data", secrets.token_hex(16), free_port()
     shutil.rmtree(data, ignore_errors=True)
     env = {

@@ -52,7 +52,11 @@ class Maker:
     async def backend(self, data: str = "data", **settings: Any) -> DockerBackend:
         values = {"data_dir": self._tmp_path / data, "docker_host": self.host, **settings}
         backend = DockerBackend(load_settings(values, {}))
-        await backend.start()
+        try:
+            await backend.start()
+        except BackendError:
+            await backend.close()
+            raise
         self.made.append(backend)
         return backend
 

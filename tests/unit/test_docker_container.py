@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent_sandbox.backends.docker import container, facts, images
-from agent_sandbox.backends.docker.backend import _archive, _workspace_archive
+from agent_sandbox.backends.docker.building import archive, workspace_archive
 from agent_sandbox.backends.docker.container import Layout, Mount
 from agent_sandbox.backends.docker.engine import Engine, Frames, refusal
 from agent_sandbox.backends.docker.networks import network, rules
@@ -174,10 +174,10 @@ def test_the_progress_of_a_pull_is_of_all_its_layers() -> None:
 
 
 def test_what_is_uploaded_belongs_to_whom_it_must() -> None:
-    with tarfile.open(fileobj=BytesIO(_archive([("sandboxd", 0o755, b"x"), ("config", 0o600, b"key")]))) as tar:
+    with tarfile.open(fileobj=BytesIO(archive([("sandboxd", 0o755, b"x"), ("config", 0o600, b"key")]))) as tar:
         assert [(one.name, one.mode, one.uid, one.size) for one in tar] == [
             ("sandboxd", 0o755, 0, 1),
             ("config", 0o600, 0, 3),
         ]
-    with tarfile.open(fileobj=BytesIO(_workspace_archive(SPEC))) as tar:
+    with tarfile.open(fileobj=BytesIO(workspace_archive(SPEC))) as tar:
         assert [(one.name, one.isdir(), one.uid, one.gid) for one in tar] == [("workspace", True, 1000, 1000)]

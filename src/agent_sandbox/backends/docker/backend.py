@@ -24,40 +24,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import io
 import logging
 import os
-import platform
 import re
 import secrets
-import tarfile
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.docker import container, facts, images
 from agent_sandbox.backends.docker.bridge import Bridges
-from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, PRIVATE, Layout, Mount
+from agent_sandbox.backends.docker.building import Builder, begin, nonce_name
+from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, PRIVATE
 from agent_sandbox.backends.docker.containers import Containers, groups_of, live_process
 from agent_sandbox.backends.docker.engine import Engine
-from agent_sandbox.backends.docker.facts import Facts
+from agent_sandbox.backends.docker.facts import UNSTARTED
 from agent_sandbox.backends.docker.hostimage import NAME as HOST
 from agent_sandbox.backends.docker.hostimage import HostOnEngine
 from agent_sandbox.backends.docker.networks import Network
 from agent_sandbox.backends.docker.places import Environment, Places, Record
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.linux import cgroups, seccomp
+from agent_sandbox.backends.linux import cgroups
 from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, take_after, why_no_overlay
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, why_no_overlay
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks
@@ -97,7 +93,6 @@ _SOCKETS_SHARE = 4
 _KNOWN_FAILURES = {
     "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
 }
-_UNSTARTED = Facts("", "", frozenset(), "", "", False, "the backend was not started", False)
 
 
 class _Live:
@@ -126,11 +121,9 @@ class DockerBackend(GuestBackend):
             self._engine, self._places.home / "host", self._places.run / "host", *settings.sandbox_ids()
         )
         self._hierarchies = cgroups.Hierarchies(None)
-        self._facts = _UNSTARTED
-        self._sandboxd = Path()
-        self._seccomp: dict[str, Any] = {}
-        self._masked: tuple[str, ...] = ()
-        self.capabilities: Capabilities = facts.capabilities(_UNSTARTED, no_layers="not started", no_network="")
+        self._facts = UNSTARTED
+        self._builder = Builder(self._engine, self._containers, self._network, self._host, self.instance, self._thread)
+        self.capabilities: Capabilities = facts.capabilities(UNSTARTED, no_layers="not started", no_network="")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
         self._records: dict[str, Record] = {}
         self._live: dict[str, _Live] = {}
@@ -158,14 +151,13 @@ class DockerBackend(GuestBackend):
         return await self._network.why_not()
 
     def _prepare(self) -> None:
-        self._seccomp = seccomp.profile(platform.machine())
         self._places.prepare(shares_files=self._facts.shares_files)
-        self._sandboxd = self._places.keep_daemon(find_sandboxd(self._settings.sandboxd))
+        daemon = self._places.keep_daemon(find_sandboxd(self._settings.sandboxd))
+        self._builder.prepare(self._facts, daemon, self._templates)
         if self._facts.shares_files:
             require_disks()
             self._templates.clear()
             self._host.prepare()
-            self._masked = tuple(str(path) for path in Path("/sys/fs").iterdir() if path.name != "cgroup")
             self._hierarchies = cgroups.find_hierarchies()
 
     async def _thaw_all(self) -> None:
@@ -276,24 +268,8 @@ class DockerBackend(GuestBackend):
 
     async def _build(self, environment: Environment, record: Record, key: bytes, *, new: bool) -> None:
         """Make or open the workspace, make the container where there is none, start it and meet its daemon."""
-        id, nonce = record.id, secrets.token_hex(16)
-        config = _daemon_config(record.spec, key, limits_processes=self._facts.is_gvisor)
-        if record.shares_files:
-            if new:
-                await self._thread(environment.make_disk, self._templates, record)
-                await self._thread(_put_nonce, _changes(environment, record), nonce, record.spec)
-            else:
-                await self._thread(environment.disk.open)
-            await self._thread(environment.prepare_guest, config)
-        mounts = await self._mounts(environment, record, new=new)
-        if not record.container:
-            if not record.shares_files:
-                await self._deliver(record, config, new=new)
-            cid = await self._containers.create(id, self._body(record, mounts, await self._network_name(record)))
-            record = replace(record, container=cid)
-            await self._thread(environment.write, record)
-        elif record.spec.network == "full":
-            await self._network.ensure()
+        nonce = secrets.token_hex(16)
+        record = await self._builder.build(environment, record, key, nonce if new else "")
         try:
             await self._containers.start(record.container)
         except BackendError as error:
@@ -301,94 +277,18 @@ class DockerBackend(GuestBackend):
                 raise
             words = f"{error.message}; is {self._facts.runtime} installed on its host, and new enough?"
             raise BackendError(words) from error
-        self._records[id] = record
-        live = await self._look(id, record.container)
+        self._records[record.id] = record
+        live = await self._look(record.id, record.container)
         if live is not None:
             await self._thread(_limit_sockets, live.groups, record.spec)
-        await self.guest_ready(id)
+        await self.guest_ready(record.id)
         if new and record.shares_files:
-            await self._prove(environment, record, nonce)
+            await self._prove(record, nonce)
 
-    async def _mounts(self, environment: Environment, record: Record, *, new: bool) -> tuple[Mount, ...]:
-        """The container's mounts; their volumes are made where they are not there."""
-        id = record.id
-        terminals: tuple[Mount, ...] = ()
-        if not self._facts.is_gvisor:  # whose terminals are its own, and no engine's mount
-            await self._engine.post("/volumes/create", container.pty_volume(id, self.instance))
-            terminals = (Mount("volume", container.pty_volume_name(id), "/dev/pts"),)
-        if not record.shares_files:
-            for name in (PREFIX + id, f"{PREFIX}{id}-daemon"):
-                await self._engine.post("/volumes/create", container.named_volume(name, id, self.instance))
-            return (
-                container.workspace_mount("volume", PREFIX + id),
-                Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED, read_only=True),
-                *terminals,
-            )
-        daemon = Mount("bind", str(self._sandboxd), DAEMON, read_only=True)
-        at = PRIVATE if self._facts.binds_sockets else DELIVERED
-        guest = Mount("bind", str(environment.guest), at, read_only=not self._facts.binds_sockets)
-        shown = self._host.mounts() if record.spec.image == HOST else ()
-        common = (*shown, daemon, guest, *terminals)
-        if not record.layers:
-            return container.workspace_mount("bind", str(environment.disk.workspace)), *common
-        lowers = await self._thread(environment.short_layers, record)
-        disk = environment.disk
-        body = container.layered_volume(
-            id, self.instance, lowers, str(disk.changes), str(disk.changes_work), OVERLAY_OPTIONS
-        )
-        if new or PREFIX + id not in {str(one.get("Name")) for one in await self._containers.volumes(id)}:
-            await self._engine.post("/volumes/create", body)
-        return container.workspace_mount("volume", PREFIX + id), *common
-
-    def _body(self, record: Record, mounts: tuple[Mount, ...], network: str) -> dict[str, Any]:
-        sock, daemon, config = f"{PRIVATE}/sock", DAEMON, f"{PRIVATE}/config"
-        tmpfs = {}
-        if not self._facts.binds_sockets:
-            config = f"{DELIVERED}/config"
-            tmpfs = {PRIVATE: "rw,noexec,nosuid,nodev,mode=0700,size=64k"}
-        if not record.shares_files:
-            daemon = f"{DELIVERED}/sandboxd"
-        layout = Layout(
-            image_id=record.image_id,
-            instance=self.instance,
-            daemon_args=(daemon, "--listen", sock, "--config", config),
-            mounts=mounts,
-            volumes=record.volumes,
-            network=network,
-            runtime=self._facts.asked,
-            tmpfs=tmpfs,
-            pids_on_host=not self._facts.is_gvisor,
-            masked=self._masked,
-        )
-        return container.container(record.id, record.spec, layout, self._seccomp)
-
-    async def _network_name(self, record: Record) -> str:
-        return await self._network.ensure() if record.spec.network == "full" else "none"
-
-    async def _deliver(self, record: Record, config: bytes, *, new: bool) -> None:
-        """Bring the daemon and its configuration into their volume, and give the workspace's to the sandbox user.
-
-        The engine unpacks archives in a container that is not started: no program runs for it, whatever the image has.
-        """
-        id = record.id
-        mounts = (
-            Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
-            container.workspace_mount("volume", PREFIX + id),
-        )
-        body = container.messenger(id, record.image_id, self.instance, mounts)
-        cid = await self._containers.create(f"{id}-setup", body)
-        daemon = await self._thread(self._sandboxd.read_bytes)
-        archive = await self._thread(_archive, [("sandboxd", 0o755, daemon), ("config", 0o600, config)])
-        await self._engine.put_archive(cid, DELIVERED, archive)
-        if new:
-            await self._engine.put_archive(cid, "/", _workspace_archive(record.spec))
-        await self._engine.delete(f"/containers/{cid}", force="true", v="true")
-
-    async def _prove(self, environment: Environment, record: Record, nonce: str) -> None:
+    async def _prove(self, record: Record, nonce: str) -> None:
         """See that ``/workspace`` is the one made here: the daemon reads there what was put in, which then goes."""
-        path = f"{WORKSPACE}/{_nonce_name(nonce)}"
         try:
-            read = await self.read_file(record.id, path, len(nonce))
+            read = await self.read_file(record.id, f"{WORKSPACE}/{nonce_name(nonce)}", len(nonce))
         except (NotFoundError, InvalidRequestError):
             read = b""
         if read != nonce.encode():
@@ -396,8 +296,7 @@ class DockerBackend(GuestBackend):
                 "the sandbox's /workspace is not the one that this server made: the Docker engine does not share this "
                 "host's files as it seemed to"
             )
-        workspace = await self._workspace_path(record)
-        await self._thread(_begin, workspace, nonce, record)
+        await self._thread(begin, await self._workspace_path(record), nonce, record)
 
     async def _undo(self, id: str) -> None:
         try:
@@ -473,7 +372,7 @@ class DockerBackend(GuestBackend):
             await self._containers.wait(one["Id"])
         await self._thread(self._places.environment(id).unmount)
 
-    async def start_environment(self, id: str) -> None:
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
         record = await self._record(id)
         if id in self._removals:
             raise NotFoundError(f"there is no environment {id}")
@@ -691,59 +590,5 @@ class DockerBackend(GuestBackend):
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
 
 
-def _daemon_config(spec: SandboxSpec, key: bytes, *, limits_processes: bool) -> bytes:
-    """The daemon's private configuration; ``limits_processes`` has it keep that limit, where the host cannot."""
-    values = {"key": key, "uid": spec.uid, "gid": spec.gid, "memory_bytes": spec.memory_mb * container.MIB}
-    return msgspec.msgpack.encode(values | ({"pids_limit": spec.pids_limit} if limits_processes else {}))
-
-
-def _changes(environment: Environment, record: Record) -> Path:
-    """The directory that holds what the sandbox itself puts in its workspace."""
-    return environment.disk.changes if record.layers else environment.disk.workspace
-
-
-def _nonce_name(nonce: str) -> str:
-    return f".asb-{nonce}"
-
-
-def _put_nonce(directory: Path, nonce: str, spec: SandboxSpec) -> None:
-    path = directory / _nonce_name(nonce)
-    path.write_text(nonce)
-    os.chown(path, spec.uid, spec.gid)
-
-
-def _begin(workspace: Path, nonce: str, record: Record) -> None:
-    """Take away what the workspace was known by, and have its root be as the topmost layer's."""
-    try:
-        (workspace / _nonce_name(nonce)).unlink()
-    except FileNotFoundError:
-        raise BackendError(
-            "the sandbox's workspace is not to be seen from here: the server does not see what the Docker engine mounts"
-        ) from None
-    if record.layers:
-        take_after(Path(record.layers[0]), workspace, 0)
-
-
 def _limit_sockets(groups: cgroups.Groups, spec: SandboxSpec) -> None:
     groups.limit_sockets(spec.memory_mb * container.MIB // _SOCKETS_SHARE)
-
-
-def _archive(files: list[tuple[str, int, bytes]]) -> bytes:
-    """A tar of files of root's."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, mode, content in files:
-            info = tarfile.TarInfo(name)
-            info.mode, info.size = mode, len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return packed.getvalue()
-
-
-def _workspace_archive(spec: SandboxSpec) -> bytes:
-    """A tar that gives the workspace's root to the sandbox user and puts nothing into it."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        info = tarfile.TarInfo(WORKSPACE.lstrip("/"))
-        info.type, info.mode, info.uid, info.gid = tarfile.DIRTYPE, 0o755, spec.uid, spec.gid
-        tar.addfile(info)
-    return packed.getvalue()

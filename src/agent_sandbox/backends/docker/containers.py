@@ -43,6 +43,15 @@ class Containers:
         listed = await self._engine.get("/volumes", filters=container.filters(self._instance, id))
         return [one for one in (listed or {}).get("Volumes") or () if isinstance(one, dict)]
 
+    async def make_volume(self, body: Mapping[str, Any]) -> None:
+        """Make a volume, or find the one that was made for the same. :class:`ConflictError` for somebody else's.
+
+        The engine answers with a volume that has the name already as if it had made it.
+        """
+        made = await self._engine.post("/volumes/create", dict(body))
+        if (made.get("Labels") or {}) != body["Labels"]:
+            raise ConflictError(f"the Docker engine has another volume {body['Name']}, which was left alone; remove it")
+
     async def ids(self) -> set[str]:
         """The environments that have something on the engine."""
         found = [*await self.find(), *await self.volumes()]

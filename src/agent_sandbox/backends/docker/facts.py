@@ -57,6 +57,9 @@ class Facts:
         return not self.not_shared
 
 
+UNSTARTED = Facts("", "", frozenset(), "", "", False, "the backend was not started", False)
+
+
 async def find(engine: Engine, asked: str, instance: str) -> Facts:
     """Ask the engine. :class:`BackendError`, with what to do, when it cannot run sandboxes."""
     version = await engine.negotiate()
@@ -154,7 +157,7 @@ def capabilities(facts: Facts, *, no_layers: str, no_network: str) -> Capabiliti
     else:
         notes["disk"] = f"{facts.not_shared}, so workspaces are volumes without a limit"
     if no_layers:
-        notes["layered_workspace"] = f"{no_layers}; snapshots copy the whole workspace"
+        notes["layered_workspace"] = f"{no_layers}; a snapshot, rollback or fork moves the whole workspace"
     if no_network:
         notes["network"] = no_network
     return Capabilities(
