@@ -1,5 +1,6 @@
 //! What all connections share: the identity, the threads, the supervisors.
 
+use crate::absence::Absence;
 use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
@@ -53,6 +54,7 @@ pub struct Daemon {
     pub shutdown: Notify,
     /// The host's sockets are to be closed until the daemon is told to listen again.
     pub parting: Notify,
+    pub absence: Absence,
     /// The daemon made its socket itself, so it can make it again.
     pub can_part: bool,
     /// What proves a client: that of the configuration, until a restored daemon is given another.
@@ -89,6 +91,7 @@ impl Daemon {
             watches: Cell::new(0),
             shutdown: Notify::new(),
             parting: Notify::new(),
+            absence: Absence::default(),
             can_part,
             supervisors: RefCell::default(),
             hunting: Cell::new(false),

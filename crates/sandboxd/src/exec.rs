@@ -67,6 +67,8 @@ struct Running {
     detach: bool,
     program: String,
     started: Instant,
+    /// How long the daemon had been absent by then.
+    absent: Duration,
     /// What was killed for want of memory before its start, where it is an object and somebody counts.
     kills: Option<u64>,
     control: Option<Rc<AsyncFd<OwnedFd>>>,
@@ -96,8 +98,7 @@ pub async fn run(daemon: Rc<Daemon>, stream: Rc<Stream>, request: Request) {
             } else {
                 drop(stream);
             }
-            let deadline = running.started + timeout;
-            running.command(deadline).await;
+            running.command(timeout).await;
             running.linger().await;
         }
         Err(failure) => stream.end(&failure.map()),
@@ -150,7 +151,7 @@ async fn at(time: Option<Instant>) {
 
 impl Running {
     /// Carry the command to its END.
-    async fn command(&mut self, deadline: Instant) {
+    async fn command(&mut self, timeout: Duration) {
         loop {
             self.hear();
             self.heed_fate();
@@ -168,15 +169,21 @@ impl Running {
             }
             let may_read = self.has_begun() && self.room() >= 2;
             let pipe = |index: usize| self.pipes.get(index).map(|pipe| &*pipe.fd).filter(|_| may_read);
+            let absent = self.daemon.absence.is_on();
+            let deadline = self.started + timeout + self.absence();
             tokio::select! {
                 () = readable(self.control.as_deref()) => {}
                 () = readable(pipe(0)) => {}
                 () = readable(pipe(1)) => {}
                 () = woken(self.object.as_ref()) => {}
                 () = stream_changed(self.stream.as_ref()) => {}
-                () = at(Some(deadline)), if self.killing.is_none() && self.exit.is_none() => {
-                    self.timed_out = true;
-                    self.kill();
+                () = self.daemon.absence.over(), if absent => {}
+                () = at(Some(deadline)), if !absent && self.killing.is_none() && self.exit.is_none() => {
+                    // Not where an absence began since, on whose clock it seems to have passed.
+                    if self.lasted() >= timeout {
+                        self.timed_out = true;
+                        self.kill();
+                    }
                 }
                 () = at(self.killing.map(|since| since + KILL_TIME)), if !over => {
                     self.killed = true;
@@ -185,6 +192,16 @@ impl Running {
             }
         }
         self.finish();
+    }
+
+    /// How long the daemon was absent since the start.
+    fn absence(&self) -> Duration {
+        self.daemon.absence.total(Instant::now()).saturating_sub(self.absent)
+    }
+
+    /// How long it runs, or did, without that.
+    fn lasted(&self) -> Duration {
+        self.started.elapsed().saturating_sub(self.absence())
     }
 
     /// Somebody has asked for a signal, and the supervisor is still about it.
@@ -215,7 +232,7 @@ impl Running {
                 Ok((REPORT_BYTES, _)) => match Report::decode(&bytes) {
                     Some(Report::Failed { stage, errno }) => self.failed = Some((stage, errno)),
                     Some(Report::Exit { status, user_us, system_us, max_rss_kb }) => {
-                        let wall = self.started.elapsed();
+                        let wall = self.lasted();
                         self.slave = None;
                         self.input.shut();
                         let mut exit =
@@ -353,7 +370,7 @@ impl Running {
             killed: self.killing.is_some(),
             stuck: self.stuck,
             timed_out: self.timed_out,
-            elapsed: self.started.elapsed(),
+            elapsed: self.lasted(),
         };
         let end = facts.end();
         self.input.shut();

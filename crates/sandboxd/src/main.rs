@@ -4,6 +4,7 @@
 //! archives. It is usually PID 1 of the sandbox and root with few capabilities; commands are another user with
 //! none. Everything that must not fail later (threads, descriptors) is made before it says that it is ready.
 
+mod absence;
 mod archive;
 mod bridge;
 mod change;
@@ -214,6 +215,7 @@ async fn listen_again(mut told: Signal, path: &Path, private: &Place, daemon: &D
         match again {
             Ok((key, listener)) => {
                 daemon.key.set(key);
+                daemon.absence.end(tokio::time::Instant::now());
                 return listener;
             }
             Err(message) => complain(&message),

@@ -8,6 +8,7 @@ use crate::pack::MapWriter;
 use rustix::fs::{CWD, Mode, OFlags, RawDir, openat};
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
+use tokio::time::Instant;
 
 pub fn info(daemon: &Daemon) -> Vec<u8> {
     MapWriter::new(6)
@@ -54,6 +55,7 @@ pub fn prepare_checkpoint(daemon: &Daemon, stream: &Stream) -> Answer {
             "the daemon was given its socket and cannot make another",
         ));
     }
+    daemon.absence.begin(Instant::now());
     stream.end(&MapWriter::new(0).done());
     daemon.parting.notify_one();
     Ok(None)

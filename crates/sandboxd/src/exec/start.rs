@@ -66,6 +66,7 @@ fn streams(daemon: &Daemon, request: &Request) -> Result<Streams, Failure> {
 
 pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Running, Failure> {
     let started = Instant::now();
+    let absent = daemon.absence.total(started);
     if let Some(name) = &request.name {
         daemon.objects.admit(&name.id)?;
     }
@@ -111,6 +112,7 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         detach: request.detach,
         program: request.program,
         started,
+        absent,
         kills,
         control: Some(control),
         pipes,

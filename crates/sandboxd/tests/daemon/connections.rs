@@ -84,6 +84,31 @@ fn it_closes_its_sockets_for_a_checkpoint_and_binds_again_when_told() {
     }
 }
 
+/// A checkpoint may be resumed long after it was taken: that is not the command's time.
+#[test]
+fn the_time_of_a_checkpoint_counts_for_no_deadline() {
+    let (timeout, absence) = (Duration::from_secs(5), Duration::from_secs(2));
+    let host = Host::start_by_path();
+    let mut client = host.connect();
+    let begun = Instant::now();
+    let start = crate::client::command(&[b"sleep", b"7763"], 5_000).str("id", "a").bool("detach", true);
+    assert_eq!(client.call("exec.start", &start).end.error(), "");
+    let id = client.open("sys.prepare-checkpoint", &Args::new());
+    client.finish(id);
+    assert_eq!(client.last_word(), "checkpoint");
+    std::thread::sleep(absence);
+    usr1(&host);
+    crate::client::until("it listens again", || host.socket.exists());
+    let mut client = host.connect();
+    let end = client.call("exec.attach", &Args::new().str("id", "a")).end;
+    let lasted = begun.elapsed();
+    assert!(lasted >= timeout + absence);
+    let exit = end.get("exit").unwrap();
+    assert_eq!(exit.get("timed_out"), Some(&Item::Bool(true)));
+    let wall = Duration::from_micros(exit.int("wall_us").unwrap() as u64);
+    assert!(timeout <= wall && wall + absence <= lasted);
+}
+
 #[test]
 fn a_socket_that_was_handed_in_cannot_be_made_again() {
     let host = Host::start();
