@@ -285,8 +285,8 @@ def test_a_server_killed_while_making_sandboxes_leaks_none(tmp_path: pathlib.Pat
                 futures = [pool.submit(client.create) for _ in range(3)]
                 time.sleep(delay)
                 server.stop(signal.SIGKILL)
-                made = [f.result().id for f in futures if f.exception() is None]
-            server.start()
+                server.start()  # while the clients still try
+            made = [f.result().id for f in futures if f.exception() is None]
             known = {s.id for s in client.list_sandboxes()}
             assert set(made) <= known
             wait_for(lambda k=known: {e.rpartition("-")[0] for e in server.environments()} <= k)
