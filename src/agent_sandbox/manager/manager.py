@@ -214,7 +214,7 @@ class Manager(Commands, Files, Projects):
         async with entry.exclusive("use"):
             backend = self._fleet.backend(entry.record.backend)
             try:
-                await backend.start_environment(entry.record.env_id)
+                await keeping(backend, self._fleet.workspaces).restart(entry.record.env_id, entry.record.spec)
             finally:
                 await uninterrupted(self._fleet.observe(entry))
             if not entry.record.running:
