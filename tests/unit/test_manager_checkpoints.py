@@ -171,6 +171,7 @@ async def test_processes_go_on_only_where_they_find_what_they_had(world: World) 
     assert (await world.manager.get(other.id)).env_id == other.env_id
     more = await world.manager.fork(snapshot.id, ForkOptions(memory_mb=256, cpus=2))
     await world.number(more.id, counter, 1)
+    assert (more.spec.memory_mb, more.spec.cpus, more.spec.tmp_mb) == (256, 2.0, 64)
 
 
 async def test_the_workspace_of_a_snapshot_goes_to_another_backend(world: World) -> None:

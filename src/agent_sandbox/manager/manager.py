@@ -126,6 +126,7 @@ class Manager(Commands, Files, Projects):
             ttl = policy.time_to_live(options.timeout_seconds, self._settings)
             memory = resumes(snapshot, options.memory)
             if memory:
+                spec = dataclasses.replace(spec, tmp_mb=snapshot.spec.tmp_mb)  # that of the checkpoint, full or not
                 require_resumable(snapshot, backend, spec)
             metadata = policy.labels(options.metadata)
             return await self._launch(name, spec, ttl, Origin.of(snapshot), metadata, memory=memory)
