@@ -29,6 +29,7 @@ def test_twenty_kills_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     assert campaign.findings == []
     assert campaign.kills >= 20
     assert sum(worker.outlived for worker in campaign.workers) > 0
+    assert sum(worker.undone for worker in campaign.workers) > 0
     done = sum((worker.done for worker in campaign.workers), Counter[str]())
     assert {"create", "write", "exec", "detach", "attach", "snapshot", "rollback", "fork", "stop"} <= set(done)
 

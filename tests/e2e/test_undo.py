@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from agent_sandbox.client import Sandbox
-from agent_sandbox.errors import NotFoundError
+from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.models import Snapshot
 from agent_sandbox.store import Store
 from tests.e2e.serving import KEY, PROGRAM, Served, serving
@@ -162,3 +163,42 @@ def test_a_snapshot_of_a_fork_reads_what_changed_alone(server: Served, sandbox: 
             assert sizes == [store.data_bytes(pins[snapshot.id]) for snapshot in (first, second, third, fourth)]
     finally:
         server.start()
+
+
+def remove_layers(server: Served) -> None:
+    for path in (server.data / "checkouts").iterdir():
+        shutil.rmtree(path)
+
+
+def test_layers_that_somebody_removed_are_laid_out_again(server: Served, sandbox: Sandbox) -> None:
+    sandbox.exec("seq 100 > kept; mkdir d; echo 1 > d/f; echo x > one; ln one two")
+    first = sandbox.snapshot()
+    with server.client() as client:
+        with client.fork(first) as fork:
+            fork.exec("echo 2 > d/f; rm kept; echo new > n; mv d e")
+            second = fork.snapshot()
+        with client.fork(second) as fork:
+            fork.exec("rm n; mv e g; echo 3 >> g/f")
+            fork.stop()
+            remove_layers(server)
+            fork.start()
+            assert fork.exec("cat g/f two; ls").stdout == "2\n3\nx\ng\none\ntwo\n"
+            fork.exec("echo 4 >> g/f")
+            told = [(item.kind, item.path) for item in fork.changes().changes]
+            assert told == [
+                ("removed", "/workspace/e"),
+                ("removed", "/workspace/e/f"),
+                ("added", "/workspace/g"),
+                ("added", "/workspace/g/f"),
+                ("removed", "/workspace/n"),
+            ]
+            with client.fork(fork.snapshot()) as other:
+                assert other.exec("cat g/f; ls").stdout == "2\n3\n4\ng\none\ntwo\n"
+        with client.fork(first) as fork:
+            fork.exec("echo y >> one")  # its other name is known by the layers' own files
+            fork.stop()
+            remove_layers(server)
+            with pytest.raises(BackendError, match="linked files"):
+                fork.start()
+            fork.rollback(first)
+            assert fork.exec("cat one two").stdout == "x\nx\n"

@@ -13,13 +13,16 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tests.kills.api import Refused
-from tests.kills.expected import Box, Program, Snap
+from tests.kills.expected import Box, Program, Snap, Workspace
 
 if TYPE_CHECKING:
     from tests.kills.worker import Worker
 
 RESTORED_AT_ONCE = 2
 """Snapshots that are restored after one kill, for each worker; at the end all are."""
+
+UNDONE_AT_ONCE = 1
+"""Of the same, automatic snapshots: what a rollback replaced."""
 
 CLOCK_SECONDS = 1.0
 """How far a time may be from what follows from ours: the reply's way, on a busy machine."""
@@ -36,6 +39,8 @@ def check(worker: Worker) -> None:
         except Refused as error:
             worker.find(f"{box.id} ({box.label}) was acknowledged: {error}")
             worker.abandon(box)
+    for box in [box for box in worker.boxes if box.undo is not None][:UNDONE_AT_ONCE]:
+        undo(worker, box)
     fresh = [snap for snap in worker.snaps if not snap.is_checked]
     for snap in list(worker.snaps):
         if snap in fresh[:RESTORED_AT_ONCE]:
@@ -50,6 +55,8 @@ def check(worker: Worker) -> None:
 def finish(worker: Worker) -> None:
     """Read every command to its end, restore every snapshot, and delete everything."""
     for box in list(worker.boxes):
+        if box.undo is not None:
+            undo(worker, box)
         for program in list(box.programs):
             try:
                 worker.follow(box, program, 0, to_the_end=True)
@@ -84,6 +91,23 @@ def restore(worker: Worker, snap: Snap) -> None:
         worker.find(f"snapshot {snap.id} restores to another tree: {differing[:4]}")
     worker.remove(box.path)
     worker.gone.append(box.path)
+
+
+def undo(worker: Worker, box: Box) -> None:
+    """Fork what the last rollback of a sandbox replaced, and compare it with what that was."""
+    assert box.undo is not None
+    before, box.undo = box.undo, None
+    params = {"sandbox_id": box.id, "auto": "true"}
+    ids = [item["id"] for item in worker.api.ask("GET", "/v1/snapshots", params=params)["snapshots"] if item["auto"]]
+    worker.expect(len(ids) == 1, f"{box.id} was rolled back, and its automatic snapshots are {ids}")
+    for id in ids:
+        forked = Box(worker.label("undo"), before)
+        body = {"timeout_seconds": 600}
+        forked.id = worker.api.ask("POST", f"/v1/snapshots/{id}/fork", body, key=forked.label)["id"]
+        worker.compare(forked)
+        worker.undone += 1
+        worker.remove(forked.path)
+        worker.gone.append(forked.path)
 
 
 # What became of it
@@ -152,10 +176,10 @@ def snapshot(worker: Worker, box: Box, tree: str, label: str) -> None:
             worker.snaps.append(Snap(again, tree))
 
 
-def rollback(worker: Worker, box: Box, snap: Snap) -> None:
+def rollback(worker: Worker, box: Box, snap: Snap, before: Workspace) -> None:
     """A rollback: the sandbox is the snapshot, or as it was, processes included."""
     if worker.look(box) == snap.tree:
-        worker.rolled_back(box, snap)
+        worker.rolled_back(box, snap, before)
 
 
 def _with_tag(worker: Worker, box: Box, program: Program) -> list[str]:

@@ -182,14 +182,23 @@ class Campaign:
         for id in sorted(set(listed) - steady - brief):
             yield f"nobody knows {id}, which is listed: {listed[id]}"
         snaps = {snap.id for worker in self.workers for snap in worker.snaps}
-        kept = {item["id"] for item in api.ask("GET", "/v1/snapshots")["snapshots"]}
+        found = api.ask("GET", "/v1/snapshots", params={"auto": "true"})["snapshots"]
+        kept = {item["id"] for item in found if not item["auto"]}
+        undo = {item["id"]: item["sandbox_id"] for item in found if item["auto"]}
+        for id, count in Counter(undo.values()).items():
+            if id not in listed or count > 1:
+                yield f"{count} automatic snapshots of {id}, which is {'listed' if id in listed else 'not listed'}"
         if kept != snaps:
             yield f"snapshots {sorted(snaps - kept)} are not listed, and nobody knows {sorted(kept - snaps)}"
         with Store.open(self.served.data / "store") as store:
             pins = {pin.name for pin in store.pins()}
             damages = store.check().damages
-        if pins != kept:
-            yield f"states {sorted(pins)} in the store for the snapshots {sorted(kept)}"
+        began = {pin for pin in pins if pin.rpartition("-")[0] in listed}
+        sources = {id for id, item in listed.items() if item["source_snapshot_id"] is not None}
+        if pins - began != {*kept, *undo}:
+            yield f"states {sorted(pins - began)} in the store for the snapshots {sorted({*kept, *undo})}"
+        if sorted(pin.rpartition("-")[0] for pin in began) != sorted(sources):
+            yield f"states {sorted(began)} in the store below the sandboxes {sorted(sources)}"
         for damage in damages:
             yield f"the store is damaged: {damage}"
         yield from self._host_differences(listed, brief)

@@ -177,7 +177,10 @@ class Snap:
 
 @dataclass
 class Box:
-    """A sandbox. ``expires`` is what the server said last; ``until`` bounds it where its last change is unknown."""
+    """A sandbox. ``expires`` is what the server said last; ``until`` bounds it where its last change is unknown.
+
+    ``undo`` is what its last rollback replaced, until it was looked at.
+    """
 
     label: str
     work: Workspace
@@ -187,6 +190,7 @@ class Box:
     until: tuple[float, float] | None = None
     is_stopped: bool = False
     is_brief: bool = False
+    undo: Workspace | None = None
     programs: list[Program] = field(default_factory=list)
 
     @property

@@ -62,6 +62,7 @@ class Worker:
         self.done: Counter[str] = Counter()
         self.made_twice = 0
         self.outlived = 0
+        self.undone = 0
         self.api: Api
         self._ops = ops
         self._gun: Gun | None = None
@@ -361,16 +362,16 @@ class Worker:
         snap, before = self.rng.choice(self.snaps), box.work.copy()
         if before.sure == snap.workspace().sure:
             return
-        with self.asking("rollback", lambda: aftermath.rollback(self, box, snap)):
+        with self.asking("rollback", lambda: aftermath.rollback(self, box, snap, before)):
             data = self.api.ask("POST", f"{box.path}/rollback", {"snapshot_id": snap.id})
         self.expect(data["source_snapshot_id"] == snap.id, f"{box.id}: a rollback shows {data}")
-        self.rolled_back(box, snap)
+        self.rolled_back(box, snap, before)
         if self.rng.random() < 0.3:
             self.expect(self.look(box) == snap.tree, f"{box.id}: a rollback to {snap.id} gave another tree")
 
-    def rolled_back(self, box: Box, snap: Snap) -> None:
-        """Note that a sandbox is a snapshot again."""
-        box.work, box.source, box.programs = snap.workspace(), snap.id, []
+    def rolled_back(self, box: Box, snap: Snap, before: Workspace) -> None:
+        """Note that a sandbox is a snapshot again, and what it was before."""
+        box.work, box.source, box.programs, box.undo = snap.workspace(), snap.id, [], before
 
     def _drop(self, _: Box | None) -> None:
         snap = self.snaps.pop(self.rng.randrange(len(self.snaps)))

@@ -19,7 +19,15 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager import Manager
 from agent_sandbox.store import Store
-from agent_sandbox.types import EnvironmentInfo, ExecEvent, ExportReport, FileEntry, ResolvedImage, SandboxSpec
+from agent_sandbox.types import (
+    EnvironmentInfo,
+    ExecEvent,
+    ExportReport,
+    FileEntry,
+    PreparedWorkspace,
+    ResolvedImage,
+    SandboxSpec,
+)
 
 
 class Clock:
@@ -123,9 +131,9 @@ class Wire(Backend):
             async for event in events:
                 yield event
 
-    async def start_environment(self, id: str) -> None:
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
         await self._pass("start_environment", id)
-        await self.inner.start_environment(id)
+        await self.inner.start_environment(id, workspace)
 
     async def stop_environment(self, id: str) -> None:
         await self._pass("stop_environment", id)

@@ -180,9 +180,11 @@ class Backend(abc.ABC):
         """The directories that environments, stopped ones included, have as layers: nobody may remove them."""
         raise UnsupportedError("layered_workspace", self.name)
 
-    async def start_environment(self, id: str) -> None:
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
         """Start a stopped environment again: the same spec, image content and workspace, with an empty ``/tmp``.
 
+        ``workspace`` shows what an environment of :meth:`create_from` began with: a backend with layers mounts these
+        where they are not the same ones any more.
         Succeeds when it runs already. A failure leaves it stopped, the workspace kept. :class:`NotFoundError` for
         unknown ids, :class:`ConflictError` while another change of it is under way.
         """

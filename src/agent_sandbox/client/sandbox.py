@@ -243,7 +243,7 @@ class SandboxClient(ClientHistory, ClientProjects):
         return [Sandbox(self, data) for data in self._http.send(requests.list_sandboxes(metadata))]
 
     def list_snapshots(self, sandbox_id: str | None = None, *, auto: bool = False) -> list[models.Snapshot]:
-        """List snapshots, of one sandbox or of all; with ``auto`` those too that rollbacks made of what they replaced."""
+        """List snapshots, of one sandbox or of all; with ``auto`` those too that rollbacks made: undo by them."""
         return self._http.send(requests.list_snapshots(sandbox_id, auto))
 
     def get_snapshot(self, snapshot_id: str) -> models.Snapshot:

@@ -17,18 +17,21 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, InvalidRequestError, UnsupportedError
+from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError, UnsupportedError
 from agent_sandbox.manager.pipe import Pipe
 from agent_sandbox.manager.workspaces import Outcome, Source, Workspaces
 from agent_sandbox.store import Store, Upper
 from agent_sandbox.store.ports import Progress
 from agent_sandbox.store.tarinput import Limits
 from agent_sandbox.types import ExportReport, HeldWorkspace, PreparedWorkspace, SandboxSpec
+
+log = logging.getLogger(__name__)
 
 _SLACK = 256 << 20
 """Bytes of an archive beyond twice its files' limit: an honest one needs some 2.5 KiB for each entry beside its data, a
@@ -60,6 +63,10 @@ class Keeping(abc.ABC):
         """Make an environment of a state and the checkpoint of the same moment in ``memory``."""
         raise UnsupportedError("checkpoint", self.backend.name)
 
+    async def restart(self, env_id: str, spec: SandboxSpec) -> None:
+        """Start a stopped environment again; see :meth:`Backend.start_environment`."""
+        await self.backend.start_environment(env_id)
+
 
 class Layered(Keeping):
     """The workspace is a directory on this host."""
@@ -81,6 +88,17 @@ class Layered(Keeping):
         """The processes find the files that they had."""
         async with self._prepared(commit, spec) as workspace:
             await self.backend.restore(env_id, spec, workspace, memory)
+
+    async def restart(self, env_id: str, spec: SandboxSpec) -> None:
+        """Layers that somebody removed are laid out again, where the store has what the workspace began with."""
+        async with AsyncExitStack() as stack:
+            workspace = None
+            if self.backend.projection == "overlay" and (commit := await self.workspaces.began(env_id)) is not None:
+                try:
+                    workspace = await stack.enter_async_context(self._prepared(commit, spec))
+                except SandboxError as error:  # layers that are there do not hang on the store
+                    log.warning("environment %s starts over the layers that it has: %s", env_id, error)
+            await self.backend.start_environment(env_id, workspace)
 
     @asynccontextmanager
     async def _prepared(self, commit: str, spec: SandboxSpec) -> AsyncIterator[PreparedWorkspace]:

@@ -111,11 +111,12 @@ class Parking:
     async def _take(self, entry: Entry, env_id: str) -> None:
         record, created_at = entry.record, self._clock()
         backend = self._backend(record.backend)
+        kept = keeping(backend, self._workspaces)
         if not await backend.is_running(env_id):  # the sandbox was stopped, or the host was
-            await backend.start_environment(env_id)
+            await kept.restart(env_id, record.spec)
         id, limit = new_id("snap"), self._settings.max_snapshot_bytes
         try:
-            async with keeping(backend, self._workspaces).held(env_id, limit) as workspace:
+            async with kept.held(env_id, limit) as workspace:
                 taken = await self._workspaces.take(env_id, id, workspace, limit)
             snapshot = SnapshotRecord(
                 id=id,

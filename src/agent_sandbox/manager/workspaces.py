@@ -246,6 +246,11 @@ class Workspaces:
         """Keep the state that an environment is going to begin with, until :meth:`gone`; snapshots of it may go."""
         await self.ask(lambda store: store.pin(env_id, commit))
 
+    async def began(self, env_id: str) -> str | None:
+        """Give the state that an environment began with; None where it began empty."""
+        pinned = await self.ask(lambda store: store.pinned(env_id))
+        return None if pinned is None else pinned.hex()
+
     def know(self, commit: str, data_bytes: int) -> None:
         """Remember how many bytes of data a state has: those of one that is like it are then counted from it."""
         self._totals[commit] = data_bytes

@@ -295,8 +295,8 @@ class Snapshot(_Reply):
     """One snapshot. ``size_bytes`` counts the bytes of its regular files, holes left out.
 
     ``backend``, ``stored_bytes`` (on the server's disk), ``skipped_total`` (how many paths, such as sockets, could not
-    be captured), ``memory`` (whether its processes are kept), ``memory_bytes`` (what they take on the server's disk) and
-    ``auto`` (whether a rollback made it, of what it replaced) go beyond the first contract.
+    be captured), ``memory`` (whether its processes are kept), ``memory_bytes`` (what they take on the server's disk),
+    and ``auto`` (whether a rollback made it, of what it replaced) go beyond the first contract.
     """
 
     id: str

@@ -12,7 +12,14 @@ from agent_sandbox.backends.fake.state import Environment, File, Tree
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError, UnsupportedError
-from agent_sandbox.types import WORKSPACE, Capabilities, EnvironmentInfo, ResolvedImage, SandboxSpec
+from agent_sandbox.types import (
+    WORKSPACE,
+    Capabilities,
+    EnvironmentInfo,
+    PreparedWorkspace,
+    ResolvedImage,
+    SandboxSpec,
+)
 
 
 class FakeBackend(GuestBackend):
@@ -74,7 +81,7 @@ class FakeBackend(GuestBackend):
             for task in [*environment.connections, *environment.execs]:
                 task.cancel()
 
-    async def start_environment(self, id: str) -> None:
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
         self._maybe_fail("start_environment")
         environment = self._environment(id)
         if not environment.running:

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from agent_sandbox.backends.linux import mounts
+from agent_sandbox.errors import BackendError
 
 MAX_LAYERS = 64
 """Layers below a workspace; their names are mount options, which end at 4 KiB (mount(2)), at 25 bytes for each."""
@@ -30,6 +31,22 @@ def why_no_overlay(directory: Path) -> str:
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return ""
+
+
+def forget_layers(changes: Path, work: Path) -> None:
+    """Let changes be mounted over layers that show the same as those which they were made over, but are other files.
+
+    By handles of files the kernel notes what a change was copied from (``index=on``): without the one of the root it
+    takes other layers. It needs those of linked files to know their other names, so :class:`BackendError` where one of
+    these was changed: its names would part.
+    """
+    with os.scandir(work / "index") as entries:
+        if any(not entry.name.startswith("#") for entry in entries):
+            raise BackendError(
+                "the layers of the workspace were removed and cannot be replaced, since it has changed linked files of"
+                " them; roll the sandbox back to a snapshot"
+            )
+    os.removexattr(changes, "trusted.overlay.origin")
 
 
 def take_after(source: Path, target: Path, base: int) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -307,7 +308,7 @@ class OciBackend(GuestBackend):
         fill: Fill | None = None,
         source: Path | None = None,
     ) -> None:
-        host, listening, unwanted = self._host_for(source), self._listening(environment, record.spec), threading.Event()
+        host, listening, unwanted = self._host_for(source), self._listening(environment), threading.Event()
         filling = None if fill is None else lambda place, owner: fill(place, owner, unwanted.is_set)
         with contextlib.ExitStack() as stack:
             namespace = None
@@ -420,16 +421,16 @@ class OciBackend(GuestBackend):
         await self._end_processes(id)
         await self._free(id, self._places.environment(id).clear)
 
-    async def start_environment(self, id: str) -> None:
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
         record = await self._record(id)
         if id in self._removals:
             raise NotFoundError(f"there is no environment {id}")
         if record.ids is not None and not self.capabilities.userns:
             raise UnsupportedError("userns", self.name, self.capabilities.notes["userns"])
         async with translated("starting the sandbox"):
-            await self._alone(id, self._start_again(record))
+            await self._alone(id, self._start_again(record, workspace))
 
-    async def _start_again(self, record: Record) -> None:
+    async def _start_again(self, record: Record, workspace: PreparedWorkspace | None) -> None:
         id, environment, step = record.id, self._places.environment(record.id), _steps("start", record.id)
         if await self.is_running(id):
             return
@@ -442,6 +443,11 @@ class OciBackend(GuestBackend):
                 raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
             key = await self._thread(environment.key)
             image = await self._thread(self._images.open, record.spec.image, record.spec.image_digest)
+            if workspace is not None and record.layers:
+                environment.has_right_layers = True
+                if workspace.lowers != record.layers:
+                    record = dataclasses.replace(record, layers=workspace.lowers)
+                    await self._thread(environment.replace, record)
             step("disk")
             await self._build(environment, record, key, image, step, new=False)
         except BaseException as error:
@@ -596,7 +602,7 @@ class OciBackend(GuestBackend):
             raise BackendError(f"the {self.name} backend was not started")
         return self._host
 
-    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
+    def _listening(self, environment: Environment) -> Listening:
         return DESCRIPTORS
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:

@@ -38,7 +38,7 @@ import msgspec
 
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, take_after
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers, take_after
 from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.idranges import END
 from agent_sandbox.errors import BackendError, NotFoundError
@@ -79,6 +79,8 @@ class Environment:
         self.endpoint = self.directory / socket
         self.daemon = self.directory / "daemon"
         self.disk = Disk(self.directory, box / id)
+        self.has_right_layers = False
+        """Whether the record's layers are known to show what the workspace began with, should they be other ones."""
         self._record = self.directory / "spec.json"
         self._key = self.directory / "key"
 
@@ -88,6 +90,15 @@ class Environment:
 
     def make(self, record: Record) -> bytes:
         """Write the record, synced, and a fresh key, which is returned, into the reserved directory."""
+        self.replace(record)
+        key = secrets.token_bytes(KEY_BYTES)
+        descriptor = os.open(self._key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+        return key
+
+    def replace(self, record: Record) -> None:
+        """Write the record, synced, in place of the one that is there."""
         text = {
             "version": VERSION,
             "id": record.id,
@@ -98,11 +109,6 @@ class Environment:
             "layers": list(record.layers),
         }
         write_private(self._record, json.dumps(text).encode())
-        key = secrets.token_bytes(KEY_BYTES)
-        descriptor = os.open(self._key, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(key)
-        return key
 
     def forget(self) -> None:
         """Remove record and key: from now on the environment cannot be found, whatever is left of it."""
@@ -257,7 +263,17 @@ class Environment:
             lowers = [stack.enter_context(_directory(place)) for place in shown]
             upper, work = (stack.enter_context(_directory(part)) for part in (disk.changes, disk.changes_work))
             options = f"lowerdir={':'.join(lowers)},upperdir={upper},workdir={work},{OVERLAY_OPTIONS}"
-            mounts.mount("overlay", disk.workspace, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+
+            def mount() -> None:
+                mounts.mount("overlay", disk.workspace, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+
+            try:
+                mount()
+            except OSError as error:
+                if error.errno != errno.ESTALE or new or not self.has_right_layers:
+                    raise
+                forget_layers(disk.changes, disk.changes_work)
+                mount()
 
     def hide_root(self) -> None:
         """Take the root file system out of the host's sight, once the sandbox has it."""
