@@ -9,7 +9,35 @@ from collections.abc import Mapping
 
 from agent_sandbox.backends.base import Backend
 
-BY_ISOLATION: Mapping[str, Mapping[str, str]] = {}
+_PROC = "gVisor has a /proc of its own without hidepid; nothing secret is in what it shows of the daemon, mem is closed"
+_MEMORY = "beyond the memory limit the host's kernel ends the one that has the pages, gVisor's own: the sandbox stops"
+_STORM = "64 copies of an interpreter take more memory on gVisor than the limit of this check"
+
+_IGNORING = r"import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+
+BY_ISOLATION: Mapping[str, Mapping[str, str]] = {
+    "gvisor": {
+        "test_identity_is_the_sandbox_user_without_a_capability": "gVisor's status shows neither CapAmb nor NoNewPrivs",
+        "test_the_daemon_is_out_of_reach": _PROC,
+        "test_the_daemon_is_hidden": _PROC,
+        "test_a_command_that_asks_to_be_traced_ends_when_it_ends": "gVisor refuses PTRACE_TRACEME below the daemon",
+        "test_mounts_are_nosuid_and_nodev": "gVisor does not show these options; set-id bits do nothing there",
+        "test_proc_and_sys_are_masked": "gVisor's /proc/cmdline and its like are its own and tell nothing of the host",
+        "test_default_signals_mask_and_umask": "gVisor's status shows neither SigBlk nor SigIgn",
+        "test_a_terminal_is_the_controlling_one_of_a_new_session": "gVisor sends no SIGWINCH at a resize",
+        "test_f08_running_out_of_memory_is_said_and_survived": _MEMORY,
+        "test_f08_why_a_command_was_killed_is_known_as_long_as_its_end": _MEMORY,
+        "test_f31_everything_survives": "gVisor has no user.* attributes on files of the host",
+        "test_f35_memory": _MEMORY,
+        "test_f35_memory_by_many_processes": _MEMORY,
+        "test_f35_socket_buffers": _MEMORY,
+        "test_f35_cpu": "a guest measures the ticks of gVisor's clock, which go on while the host holds it back",
+        "test_f35_pseudoterminals_are_left_for_others": "gVisor's terminals are its own, none of the host's",
+        "test_a_fork_storm_ends_with_its_deadline[]": _STORM,
+        f"test_a_fork_storm_ends_with_its_deadline[{_IGNORING}]": _STORM,
+        "test_processes_used_up_still_lists_and_signals": _STORM,
+    }
+}
 
 
 def known_failures(backend: Backend) -> Mapping[str, str]:

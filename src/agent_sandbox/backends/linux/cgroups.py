@@ -185,6 +185,14 @@ class Groups:
         if not self._hierarchies.is_v2 and path is not None and path.exists():
             path.write_text(str(size))
 
+    def allow_memory(self, size: int) -> None:
+        """Raise the limit of memory, and that of memory and swap together, to ``size`` bytes."""
+        names = ("memory.max",) if self._hierarchies.is_v2 else ("memory.memsw.limit_in_bytes", "memory.limit_in_bytes")
+        for name in names:
+            path = self._file("memory", name)
+            if path is not None and path.exists():
+                path.write_text(str(size))
+
     def show(self) -> None:
         """Let everybody look into the group's directories. Nobody writes through that: the files have their own modes.
 

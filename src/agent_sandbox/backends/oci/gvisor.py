@@ -54,6 +54,9 @@ _log = logging.getLogger(__name__)
 _LISTEN_SIGNAL = "SIGUSR1"
 """What tells a daemon to listen again; see ``spec/wire.md``."""
 _PAUSE_SECONDS = 0.01
+_KERNEL_MB, _MOST_KERNEL_MB = 64, 192
+"""What a sandbox's kernel takes by itself, and with its guest's processes, of about 1 MiB of the host's memory each.
+Without it a full house of small processes would end the kernel, and so the sandbox."""
 
 
 class GvisorBackend(OciBackend):
@@ -99,12 +102,9 @@ class GvisorBackend(OciBackend):
     def _filter(self) -> Mapping[str, Any] | None:
         return None
 
-    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
+    def _listening(self, environment: Environment) -> Listening:
         args = ("--listen", f"{bundle.PRIVATE}/sock", "--config", f"{bundle.PRIVATE}/config")
-        # Private memory too, so that one process that asks for more than all there is gets none. What several take
-        # together is left to the host, whose kernel ends the largest: that is gVisor's, and everything with it.
-        limits = {**process_limits(), "data": spec.memory_mb * bundle.MIB}
-        return Listening(args, environment.daemon, limits)
+        return Listening(args, environment.daemon, process_limits())
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:
         config = {**daemon_config(record, key), "pids_limit": record.spec.pids_limit}
@@ -118,7 +118,13 @@ class GvisorBackend(OciBackend):
             await self._runsc.signal(name, _LISTEN_SIGNAL)
 
     def _finish(self, host: Host, environment: Environment, record: Record) -> None:
-        """Nothing: the runtime's own mounts of the root file system come from where it stands."""
+        """Give the sandbox's kernel memory beside the guest's, which sees the limit that it was started with.
+
+        The root file system is not hidden: the runtime's own mounts of it come from where it stands.
+        """
+        if "memory" in host.enforces:
+            size = record.spec.memory_mb + min(_KERNEL_MB + record.spec.pids_limit, _MOST_KERNEL_MB)
+            cgroups.Groups(host.hierarchies, host.cgroups_path(record.id)).allow_memory(size * bundle.MIB)
 
     def _observe(self, process: Process | None, groups: cgroups.Groups) -> dict[str, Any]:
         """The limits alone: of its first process the host sees the sandbox's kernel, not the daemon."""
@@ -138,8 +144,11 @@ class GvisorBackend(OciBackend):
                 await parted.wait()
             try:
                 return await super().endpoint(id)
-            except (BackendError, ConflictError):
-                if loop.time() > deadline or not await self.is_running(id):
+            except (BackendError, ConflictError) as error:
+                runs = await self.is_running(id)
+                if not runs and id in self._changing:
+                    raise BackendError("the sandbox ended as soon as it was started") from error
+                if not runs or loop.time() > deadline:
                     raise
             await asyncio.sleep(_PAUSE_SECONDS)
 

@@ -45,7 +45,8 @@ def gvisor_capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, n
     """What the gvisor backend offers where the host's control groups keep ``limits``; ``no_layers`` as above."""
     notes = {
         "disk": "size only; its bandwidth is not limited",
-        "memory": "the sandbox's own kernel counts within it, some 30 MiB; that a command ran out of it is not told",
+        "memory": "with up to 192 MiB more for the sandbox's own kernel; where that is passed the whole sandbox stops, "
+        "its workspace kept; that a command ran out of memory is not told",
         "pids": "counted by the sandbox's own kernel",
         "userns": "a guest's processes are none of the host's: its files alone have ids of the host, those of "
         "AGENT_SANDBOX_SANDBOX_USER",
