@@ -361,6 +361,7 @@ async def test_a_network_reaches_neither_the_host_nor_neighbours_nor_link_local(
             found = docker(maker.host, "inspect", "--format", "{{json .NetworkSettings.Networks}}", f"asb-{made.id}")
             (addresses[made.id],) = json.loads(found).values()
         assert "eth0" in await one.shell("cat /proc/net/dev")
+        assert "eth0" not in (await one.run("cat /proc/net/if_inet6")).text  # the rules are for IPv4 alone
         gateway, neighbour = addresses[one.id]["Gateway"], addresses[two.id]["IPAddress"]
         server = await asyncio.start_server(answer, "0.0.0.0", 0)
         port = server.sockets[0].getsockname()[1]
