@@ -13,12 +13,12 @@ use crate::lookup;
 use crate::pack::MapWriter;
 use crate::resolve::{self, Target};
 use rustix::fs::{
-    AtFlags, CWD, Mode, OFlags, RawDir, RenameFlags, Stat, chmodat, fchmod, fstat, mkdirat, openat, renameat,
-    renameat_with, statat, unlinkat,
+    AtFlags, CWD, Mode, OFlags, RawDir, RenameFlags, Stat, chmodat, fchmod, fstat, linkat, mkdirat, openat,
+    renameat, renameat_with, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Directories that one removal has open at once.
 const MAX_OPEN: usize = 64;
@@ -88,13 +88,32 @@ fn move_name(workspace: &[u8], from: &[u8], to: &[u8], replace: bool) -> Result<
     let result = if replace {
         renameat(&source.parent, old, &target.parent, new)
     } else {
-        renameat_with(&source.parent, old, &target.parent, new, RenameFlags::NOREPLACE)
+        match renameat_with(&source.parent, old, &target.parent, new, RenameFlags::NOREPLACE) {
+            Err(Errno::INVAL) => rename_where_free(source.parent.as_fd(), old, target.parent.as_fd(), new),
+            result => result,
+        }
     };
     match result {
         Ok(()) => in_workspace(&target, to),
         Err(Errno::INVAL) => Err(Failure::invalid("a directory cannot be moved into itself")),
         Err(Errno::XDEV) => Err(Failure::invalid("the two names are on different file systems")),
         Err(errno) => Err(errno.into()),
+    }
+}
+
+/// The same on a file system that cannot promise it (gVisor's). What is no directory gets the second name, which fails
+/// when that is taken, and loses the first. A directory cannot have two: what takes its name between the look and the
+/// renaming is another directory that is empty, or makes it fail.
+fn rename_where_free(from: BorrowedFd<'_>, old: &[u8], to: BorrowedFd<'_>, new: &[u8]) -> Result<(), Errno> {
+    match linkat(from, old, to, new, AtFlags::empty()) {
+        Ok(()) => return unlinkat(from, old, AtFlags::empty()),
+        Err(Errno::PERM) => {}
+        Err(errno) => return Err(errno),
+    }
+    match statat(to, new, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(_) => Err(Errno::EXIST),
+        Err(Errno::NOENT) => renameat(from, old, to, new),
+        Err(errno) => Err(errno),
     }
 }
 
@@ -338,5 +357,44 @@ fn take(directory: &OwnedFd, name: &[u8]) -> Result<Step, Errno> {
         // A directory that has become something else is removed at the next look.
         Err(Errno::NOTEMPTY | Errno::EXIST | Errno::NOTDIR) => Ok(Step::Full),
         Err(errno) => Err(errno),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_name_that_is_taken_stays_without_the_kernels_promise_too() {
+        let place = std::env::temp_dir().join(format!("asb-change-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&place);
+        for name in ["d", "e", "full/x"] {
+            fs::create_dir_all(place.join(name)).unwrap();
+        }
+        for name in ["f", "g"] {
+            fs::write(place.join(name), name).unwrap();
+        }
+        let at = rustix::fs::open(&place, OFlags::PATH | OFlags::DIRECTORY, Mode::empty()).unwrap();
+        let rename =
+            |old: &str, new: &str| rename_where_free(at.as_fd(), old.as_bytes(), at.as_fd(), new.as_bytes());
+        for (old, new, expected) in [
+            ("f", "g", Err(Errno::EXIST)),
+            ("f", "d", Err(Errno::EXIST)),
+            ("d", "f", Err(Errno::EXIST)),
+            ("d", "e", Err(Errno::EXIST)),
+            ("none", "h", Err(Errno::NOENT)),
+            ("d", "d/in", Err(Errno::INVAL)),
+            ("f", "h", Ok(())),
+            ("d", "i", Ok(())),
+        ] {
+            assert_eq!(rename(old, new), expected, "{old} {new}");
+        }
+        let mut left: Vec<_> =
+            fs::read_dir(&place).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        left.sort();
+        assert_eq!(left, ["e", "full", "g", "h", "i"]);
+        assert_eq!(fs::read_to_string(place.join("g")).unwrap(), "g");
+        fs::remove_dir_all(&place).unwrap();
     }
 }
