@@ -6,6 +6,7 @@ import dataclasses
 
 import typer
 
+from agent_sandbox import models
 from agent_sandbox.cli import options, output
 from agent_sandbox.cli.connection import connect
 
@@ -29,7 +30,7 @@ def backends(as_json: options.Json = False) -> None:
                 item.name,
                 item.capabilities.isolation + ("" if item.capabilities.accelerated else " (emulated)"),
                 _yes(item.healthy),
-                _yes(item.capabilities.layered_workspace),
+                _layers(item.capabilities),
                 _yes(item.capabilities.checkpoint),
                 ",".join(item.capabilities.network),
                 " ".join(f"{name} {version}" for name, version in item.versions.items()) or "-",
@@ -40,6 +41,17 @@ def backends(as_json: options.Json = False) -> None:
     for item in found:
         if not item.healthy:
             output.note(f"backend {item.name}: {item.message}")
+        if note := item.capabilities.notes.get("layered_workspace"):
+            output.note(f"backend {item.name}: workspaces: {note}")
+
+
+def _layers(capabilities: models.BackendCapabilities) -> str:
+    note = capabilities.notes.get("layered_workspace", "")
+    return (
+        "copied"
+        if capabilities.layered_workspace and note.startswith("copied")
+        else _yes(capabilities.layered_workspace)
+    )
 
 
 def _yes(value: bool) -> str:
