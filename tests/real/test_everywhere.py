@@ -223,6 +223,8 @@ async def test_what_was_made_one_way_goes_on_under_a_server_of_another(tmp_path:
     second = World(tmp_path / "data", "copied")
     await second.manager.start()
     try:
+        await second.manager.stop(fork.id)
+        await second.manager.start_sandbox(fork.id)
         kept = await second.manager.snapshot(fork.id)
         copy = await second.manager.fork(kept.id, ForkOptions())
         assert await second.box(copy).shell("cat e/f g; ls") == "2\n2\ne\ng\n"
