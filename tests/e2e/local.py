@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = str(Path(sys.executable).parent / "agent-sandbox")
-SECONDS = 90
+SECONDS = 200
 
 
 class Local:

@@ -77,21 +77,18 @@ def commands(sandbox: Any) -> None:
     assert sandbox.exec(["pwd"], workdir="/workspace/notes").stdout == "/workspace/notes\n"
     assert sandbox.exec(["cat", "a.txt"], workdir="/workspace/notes").stdout == "one\n"
     assert sandbox.exec(["no-such-program"]).exit_code == 127
-    late = sandbox.exec("echo early; sleep 60", timeout_seconds=1)
+    late = sandbox.exec("echo early; sleep 600", timeout_seconds=5)
     assert (late.stdout, late.exit_code, late.timed_out) == ("early\n", 137, True), late
     step("exec: environment, directory, exit codes, timeout")
-    began = time.monotonic()
-    first = None
-    events = []
-    for event in sandbox.exec_stream("echo out; sleep 1; echo err >&2; exit 5"):
-        first = first or time.monotonic() - began
+    events, times = [], []
+    for event in sandbox.exec_stream("echo out; sleep 3; echo err >&2; exit 5"):
+        times.append(time.monotonic())
         events.append(event)
     *output, end = events
     assert [(event.type, event.data) for event in output] == [("stdout", "out\n"), ("stderr", "err\n")], events
     assert (end.type, end.exit_code, end.timed_out) == ("exit", 5, False), end
-    assert end.duration_ms >= 1000
-    assert first is not None
-    assert first < 0.9, "output arrives while the command runs"
+    assert end.duration_ms >= 3000
+    assert times[-1] - times[0] > 1, "output arrives while the command runs"
     step("exec_stream")
 
 
@@ -112,7 +109,7 @@ def history(client: Any, sandbox: Any) -> None:
     assert sandbox.read_text("notes/a.txt") == "one\n"
     assert sandbox.exec(["printenv", "GREETING"]).stdout == "hello\n", "rollback keeps the environment"
     step("snapshot, rollback")
-    with client.fork(snapshot, timeout_seconds=120, memory_mb=128) as one, client.fork(snapshot.id) as two:
+    with client.fork(snapshot, timeout_seconds=3600, memory_mb=128) as one, client.fork(snapshot.id) as two:
         assert one.data["memory_mb"] == 128
         assert one.data["source_snapshot_id"] == snapshot.id
         one.write_file("only-one", b"1")

@@ -78,7 +78,7 @@ def test_one_backend_that_is_down_stops_no_other(tmp_path: pathlib.Path) -> None
             client.create()
         with client.create(backend="runc") as sandbox:
             sandbox.write_file("/workspace/f", b"kept")
-            with client.fork(sandbox.snapshot(), timeout_seconds=60) as fork:
+            with client.fork(sandbox.snapshot(), timeout_seconds=3600) as fork:
                 assert fork.read_file("/workspace/f") == b"kept"
         with client.create(min_isolation="container") as sandbox:
             assert sandbox.info.backend == "runc"

@@ -127,9 +127,9 @@ def test_what_a_sandbox_uses(server: Served, box: str) -> None:
 
 
 def test_f29_a_running_command_keeps_its_sandbox(server: Served) -> None:
-    created = ask(server, "POST", "/sandboxes", {"timeout_seconds": 2})
+    created = ask(server, "POST", "/sandboxes", {"timeout_seconds": 4})
     box = f"/sandboxes/{created['id']}"
-    result = ask(server, "POST", f"{box}/exec", {"command": "sleep 4; echo done > out; echo done"})
+    result = ask(server, "POST", f"{box}/exec", {"command": "sleep 6; echo done > out; echo done"})
     assert (result["stdout"], result["exit_code"]) == ("done\n", 0)
     assert call(server, "GET", f"{box}/files?path=out") == (200, b"done\n")
     assert ask(server, "GET", box)["expires_at"] > created["expires_at"]

@@ -45,7 +45,7 @@ async def run(backend: OciBackend, command: str, id: str = "sb1-1") -> str:
     """What a shell command prints, errors among it."""
     output = b""
     argv = ["/bin/sh", "-c", f"exec 2>&1; {command}"]
-    async for event in backend.exec(id, argv, env={}, workdir="/workspace", timeout_seconds=20):
+    async for event in backend.exec(id, argv, env={}, workdir="/workspace", timeout_seconds=120):
         if isinstance(event, ExecOutput):
             output += event.data
     return output.decode()

@@ -93,7 +93,7 @@ def at_step() -> Iterator[Callable[[str, Callable[[], None]], None]]:
 
 async def run(backend: OciBackend, id: str, command: str) -> tuple[str, int | None]:
     output, code = b"", None
-    async for event in backend.exec(id, ["/bin/sh", "-c", command], env={}, workdir="/workspace", timeout_seconds=20):
+    async for event in backend.exec(id, ["/bin/sh", "-c", command], env={}, workdir="/workspace", timeout_seconds=120):
         if isinstance(event, ExecOutput):
             output += event.data
         elif isinstance(event, ExecExit):

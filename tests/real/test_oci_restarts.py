@@ -64,7 +64,7 @@ async def backend(settings: Settings) -> AsyncIterator[OciBackend]:
 async def run(backend: OciBackend, command: str) -> str:
     output = b""
     argv = ["/bin/sh", "-c", command]
-    async for event in backend.exec(ID, argv, env={}, workdir="/workspace", timeout_seconds=30):
+    async for event in backend.exec(ID, argv, env={}, workdir="/workspace", timeout_seconds=120):
         if isinstance(event, ExecOutput):
             output += event.data
     return output.decode()

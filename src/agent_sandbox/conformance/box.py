@@ -55,7 +55,7 @@ class Box:
         *,
         env: Mapping[str, str] | None = None,
         workdir: str = WORKSPACE,
-        timeout: float = 20.0,
+        timeout: float = 60.0,
     ) -> Result:
         """Run a shell command (text) or a program (list) to its end."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
