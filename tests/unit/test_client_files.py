@@ -16,6 +16,8 @@ import pytest_asyncio
 
 from agent_sandbox import errors
 from agent_sandbox.client import file_requests
+from agent_sandbox.client.file_requests import PIECE_BYTES
+from agent_sandbox.client.local_files import gathered
 from tests.unit.client_pair import Awaited, Scripted, all_of, json_reply, open_client, sandbox_of
 from tests.unit.server_harness import KEY, Running, running, settings_for
 
@@ -189,3 +191,11 @@ async def test_a_watch_tells_what_changes_until_it_is_closed(sandbox: Any) -> No
         assert (event.path, event.directory) == ("/workspace/f", False)
     with pytest.raises(errors.NotFoundError):
         await all_of(sandbox.watch("nothing"))
+
+
+def test_small_pieces_are_joined_and_none_is_lost() -> None:
+    pieces = [bytes([number % 256]) * (number % 700) for number in range(3000)]
+    joined = list(gathered(iter(pieces)))
+    assert b"".join(joined) == b"".join(pieces)
+    assert [len(piece) >= PIECE_BYTES for piece in joined] == [True] * (len(joined) - 1) + [False]
+    assert list(gathered([b"", b""])) == []

@@ -118,7 +118,7 @@ class SandboxFiles:
 
         Existing files are replaced. What was extracted before an error stays.
         """
-        with reading(file) as pieces:
+        with reading(file, gather=True) as pieces:
             self._http.send(file_requests.extract(self.id, path), pieces)
 
     def watch(self, path: str = WORKSPACE, *, recursive: bool = True) -> Generator[models.WatchEvent, None, None]:

@@ -25,13 +25,27 @@ Input = bytes | str | BinaryIO | Iterable[bytes]
 
 
 @contextmanager
-def reading(source: Source) -> Iterator[Iterator[bytes]]:
-    """Yield the pieces of a source."""
+def reading(source: Source, *, gather: bool = False) -> Iterator[Iterator[bytes]]:
+    """Yield the pieces of a source; ``gather`` joins small ones, for what nobody waits for piece by piece."""
     if isinstance(source, (str, os.PathLike)):
         with Path(source).open("rb") as file:
             yield _pieces(file.read1)
     else:
-        yield of_input(source)
+        yield gathered(of_input(source)) if gather else of_input(source)
+
+
+def gathered(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of 256 KiB or more: an archive is made of many that have some bytes."""
+    held: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size >= PIECE_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    if size:
+        yield b"".join(held)
 
 
 def of_input(source: bytes | str | BinaryIO | Iterable[bytes]) -> Iterator[bytes]:
@@ -73,9 +87,9 @@ def writing(sink: Sink) -> Iterator[Callable[[bytes], object]]:
 
 
 @asynccontextmanager
-async def reading_off_the_loop(source: Source) -> AsyncIterator[AsyncIterator[bytes]]:
+async def reading_off_the_loop(source: Source, *, gather: bool = False) -> AsyncIterator[AsyncIterator[bytes]]:
     """As :func:`reading`, with everything that may block on a thread."""
-    held = reading(source)
+    held = reading(source, gather=gather)
     pieces = await asyncio.to_thread(held.__enter__)
     try:
         yield off_the_loop(pieces)

@@ -22,7 +22,7 @@ class ClientProjects:
         compressed; without one it is empty. :class:`ConflictError` when there is one of the name."""
         if archive is None:
             return self._http.send(project_requests.create(name))
-        with reading(archive) as pieces:
+        with reading(archive, gather=True) as pieces:
             return self._http.send(project_requests.create(name), pieces)
 
     def get_project(self, name: str, limit: int | None = None) -> models.Project:

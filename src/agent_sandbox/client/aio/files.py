@@ -118,7 +118,7 @@ class AsyncSandboxFiles:
 
         Existing files are replaced. What was extracted before an error stays.
         """
-        async with reading_off_the_loop(file) as pieces:
+        async with reading_off_the_loop(file, gather=True) as pieces:
             await self._http.send(file_requests.extract(self.id, path), pieces)
 
     async def watch(self, path: str = WORKSPACE, *, recursive: bool = True) -> AsyncGenerator[models.WatchEvent, None]:

@@ -22,7 +22,7 @@ class AsyncClientProjects:
         compressed; without one it is empty. :class:`ConflictError` when there is one of the name."""
         if archive is None:
             return await self._http.send(project_requests.create(name))
-        async with reading_off_the_loop(archive) as pieces:
+        async with reading_off_the_loop(archive, gather=True) as pieces:
             return await self._http.send(project_requests.create(name), pieces)
 
     async def get_project(self, name: str, limit: int | None = None) -> models.Project:
