@@ -220,6 +220,7 @@ ITEMS: tuple[Item, ...] = (
         "read the daemon's files, memory, environment or descriptors",
         (
             "EscapeSuite.test_the_daemon_is_out_of_reach",
+            "EscapeSuite.test_the_daemon_tells_nothing_of_itself",
             "EscapeSuite.test_the_daemon_is_hidden",
             "FileSuite.test_what_only_root_may_read_stays_so",
             "EscapeSuite.test_no_secret_is_to_be_found",

@@ -238,20 +238,23 @@ class EscapeSuite(SuiteBase):
 
     async def test_the_daemon_is_out_of_reach(self, box: Box) -> None:
         program = """
-import os, signal, ctypes
+import os, signal, stat, ctypes
 pids = [p for p in os.listdir('/proc') if p.isdigit()]
 mine = os.getuid()
 for p in ['1'] + pids:
-    for name in ('environ', 'mem', 'maps', 'fd', 'root', 'cwd', 'exe', 'auxv', 'stack', 'cmdline'):
+    for name in ('mem', 'fd', 'root', 'cwd', 'exe', 'stack'):
         path = f'/proc/{p}/{name}'
         try:
             owner = os.stat(f'/proc/{p}').st_uid
             if owner == mine: continue
-            if name == 'fd': os.listdir(path); print('LISTED', path)
-            elif name in ('root', 'cwd', 'exe'): os.readlink(path); print('LINK', path)
-            else:
-                data = open(path, 'rb').read(64)
-                if data and name not in ('cmdline',): print('READ', path)
+            if name in ('root', 'cwd', 'exe'): os.readlink(path); print('LINK', path)
+            elif name == 'fd':
+                for number in os.listdir(path):
+                    try: state = os.fstat(os.open(f'{path}/{number}', os.O_RDONLY | os.O_NONBLOCK))
+                    except OSError: continue
+                    everybodys = stat.S_ISCHR(state.st_mode) and state.st_mode & 0o666 == 0o666  # /dev/null
+                    if state.st_uid != mine and not everybodys: print('OPENED', path, number)
+            elif open(path, 'rb').read(64): print('READ', path)
         except OSError: pass
 libc = ctypes.CDLL(None, use_errno=True)
 for pid in range(1, 40):
@@ -268,6 +271,19 @@ except OSError as e: print('kill', e.errno)
 """
         assert (await box.python(program)).text == "kill 1\n"
         assert await box.shell("echo alive") == "alive\n"
+
+    async def test_the_daemon_tells_nothing_of_itself(self, box: Box) -> None:
+        program = """
+import os
+for p in {'1', *(p for p in os.listdir('/proc') if p.isdigit())}:
+    for name in ('environ', 'maps', 'auxv', 'fd'):
+        path = f'/proc/{p}/{name}'
+        try:
+            if os.stat(f'/proc/{p}').st_uid == os.getuid(): continue
+            if os.listdir(path) if name == 'fd' else open(path, 'rb').read(64): print(path)
+        except OSError: pass
+"""
+        assert (await box.python(program)).text == ""
 
     async def test_the_daemon_is_hidden(self, box: Box) -> None:
         """As proc(5) does it with ``hidepid=2``."""

@@ -18,7 +18,7 @@ _IGNORING = r"import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
 BY_ISOLATION: Mapping[str, Mapping[str, str]] = {
     "gvisor": {
         "test_identity_is_the_sandbox_user_without_a_capability": "gVisor's status shows neither CapAmb nor NoNewPrivs",
-        "test_the_daemon_is_out_of_reach": _PROC,
+        "test_the_daemon_tells_nothing_of_itself": _PROC,
         "test_the_daemon_is_hidden": _PROC,
         "test_a_command_that_asks_to_be_traced_ends_when_it_ends": "gVisor refuses PTRACE_TRACEME below the daemon",
         "test_mounts_are_nosuid_and_nodev": "gVisor does not show these options; set-id bits do nothing there",
