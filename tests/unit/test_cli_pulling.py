@@ -103,6 +103,15 @@ def test_everything_that_changed_comes_back(here: Path, trip: Trip) -> None:
     assert trip.pull.left_out == []
 
 
+def test_a_large_file_is_compared_as_well(here: Path, trip: Trip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "_HELD_BYTES", 4)
+    assert trip.back() == []
+    (trip.copy / "text").write_text("one\ntWo\n")
+    assert trip.back() == [("modified", "text")]
+    assert trip.write() == {}
+    assert (here / "text").read_text() == "one\ntWo\n"
+
+
 def test_a_thing_becomes_another_kind_of_thing(here: Path, trip: Trip) -> None:
     (trip.copy / "text").unlink()
     (trip.copy / "text").mkdir()

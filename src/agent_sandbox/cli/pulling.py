@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ Kind = Literal["added", "removed", "modified", "type", "metadata"]
 _PROGRAMS = {"hooks", "config", "config.worktree"}
 FILE, DIRECTORY, LINK, OTHER = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, 0
 
+_HELD_BYTES = 1 << 20
+"""Of a file in memory, before it is written aside."""
 MAX_TEXT = 1 << 20
 """Bytes of each side of a file that is shown line by line; what is larger is told in one line."""
 MAX_LISTED = 1_000
@@ -152,30 +155,45 @@ def _taken(entry: Received, pull: Pull, came: Mapping[str, Came], place: Path, d
         for piece in entry.content:
             done.piece(len(piece))
         return Came(OTHER)
-    digest, size = _keep(entry.content, place, done)
-    done.file()
     was = pull.sent.get(name)
-    if was is not None and was.digest == digest and stat.S_ISREG(was.stat.st_mode):
-        place.unlink()
+    digest, size, kept = _keep(entry.content, place, done, b"" if was is None else was.digest)
+    done.file()
+    if not kept:
         return Came(FILE, mode, member.mtime, size, digest=digest, same=name)
     return Came(FILE, mode, member.mtime, size, digest=digest, content=place)
 
 
-def _keep(content: Iterator[bytes], place: Path, done: Copied) -> tuple[bytes, int]:
+def _keep(content: Iterator[bytes], place: Path, done: Copied, known: bytes) -> tuple[bytes, int, bool]:
+    """Keep a file aside unless its digest is ``known``; return its digest, its size, and whether it was kept."""
     digest, size = hashlib.blake2b(digest_size=32), 0
+    first: list[bytes] = []
+    for piece in content:  # most files are small and did not change: they cost no file
+        done.piece(len(piece))
+        digest.update(piece)
+        size += len(piece)
+        first.append(piece)
+        if size >= _HELD_BYTES:
+            break
+    if size < _HELD_BYTES and digest.digest() == known:
+        return known, size, False
     with place.open("xb", buffering=0) as file:
-        for piece in content:
-            done.piece(len(piece))
-            digest.update(piece)
+        size = 0
+        for number, piece in enumerate(chain(first, content)):
+            if number >= len(first):
+                done.piece(len(piece))
+                digest.update(piece)
             size += len(piece)
             if piece.count(0) == len(piece):
                 file.seek(size)
-            else:
-                view = memoryview(piece)
-                while view:
-                    view = view[file.write(view) :]
+                continue
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
         file.truncate(size)
-    return digest.digest(), size
+    if digest.digest() == known:
+        place.unlink()
+        return known, size, False
+    return digest.digest(), size, True
 
 
 def _steps(pull: Pull, came: Mapping[str, Came]) -> Iterator[Step]:
