@@ -22,13 +22,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="repeat a run; drawn and printed when left out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so many seconds")
     parser.add_argument("--ops", default=",".join(OPS), help="do only these, to narrow something down")
+    parser.add_argument("--workspaces", default="auto", help="how workspaces begin as a state: overlay or copy")
     arguments = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if arguments.seed is None else arguments.seed
     ops = {op: OPS[op] for op in arguments.ops.split(",")}
     place = Path(tempfile.mkdtemp(prefix="agent-sandbox-kills-"))
     begun = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that it cleans up
-    with target(place) as served:
+    with target(place, workspaces=arguments.workspaces) as served:
         campaign = Campaign(served, seed, ops=ops, say=lambda text: print(text, flush=True))
         print(f"seed {seed}; the server's log is {served.log}", flush=True)
         try:

@@ -34,9 +34,9 @@ SETTINGS = {"max_sandboxes": "60", "reap_interval_seconds": "0.5"}
 
 
 @contextlib.contextmanager
-def target(place: Path) -> Iterator[Served]:
+def target(place: Path, **settings: str) -> Iterator[Served]:
     """A server to be killed, over a directory below ``place``; however a run ends, nothing of it is left."""
-    served = Served(place / "data", "runc", **SETTINGS)
+    served = Served(place / "data", "runc", **SETTINGS, **settings)
     try:
         yield served
     finally:
