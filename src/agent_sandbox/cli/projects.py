@@ -30,9 +30,7 @@ def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the new project.")],
     source: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[DIR]", help="Its first layer: a directory, or a tar, plain or compressed."
-        ),
+        typer.Argument(metavar="[DIR]", help="Its first layer: a directory, or a tar, plain or compressed."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
