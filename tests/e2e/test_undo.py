@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from agent_sandbox.client import Sandbox
-from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.errors import BackendError, ConflictError, NotFoundError
 from agent_sandbox.models import Snapshot
 from agent_sandbox.store import Store
 from tests.e2e.serving import KEY, PROGRAM, Served, serving
@@ -202,3 +202,28 @@ def test_layers_that_somebody_removed_are_laid_out_again(server: Served, sandbox
                 fork.start()
             fork.rollback(first)
             assert fork.exec("cat one two").stdout == "x\nx\n"
+
+
+def test_a_store_that_was_lost_costs_snapshots_and_no_workspace(tmp_path: pathlib.Path) -> None:
+    with serving(tmp_path / "data") as server, server.client() as client, client.create(disk_mb=64) as sandbox:
+        sandbox.write_file("/workspace/f", b"before")
+        snapshot = sandbox.snapshot()
+        with client.fork(snapshot) as fork:
+            fork.write_file("/workspace/g", b"mine")
+            server.stop()
+            (server.data / "store").rename(tmp_path / "damaged")
+            server.start()
+            for path, content in (("f", b"before"), ("g", b"mine")):
+                assert fork.read_file(f"/workspace/{path}") == content
+            fork.stop()
+            fork.start()
+            with pytest.raises(ConflictError, match="take a snapshot"):
+                fork.changes()
+            with pytest.raises(NotFoundError):
+                client.fork(snapshot)
+            with pytest.raises(NotFoundError):
+                sandbox.rollback(snapshot)
+            sandbox.rollback(fork.snapshot())
+            assert sandbox.exec("cat f g").stdout == "beforemine"
+            assert [item.path for item in fork.changes().changes] == []
+            client.delete_snapshot(snapshot)
