@@ -141,12 +141,10 @@ fn a_deadline_ends_the_whole_tree() {
 fn a_deadline_holds_with_a_stalled_reader() {
     let host = Host::start();
     let mut client = host.connect();
-    let start = Instant::now();
-    let id = client.start("yes 7732", 400);
-    std::thread::sleep(Duration::from_millis(700));
-    assert_eq!(running("yes 7732"), 0, "killed while nobody reads");
+    let id = client.start("yes 7732", 2_000);
+    until("it runs", || running("yes 7732") == 1);
+    until("it is killed while nobody reads", || running("yes 7732") == 0);
     let done = client.finish(id);
-    assert!(start.elapsed() < Duration::from_secs(3));
     assert_eq!(done.end.get("timed_out"), Some(&Item::Bool(true)));
     assert!(
         (262_140..400_000).contains(&done.out.len()),
@@ -161,7 +159,7 @@ fn what_a_command_leaves_goes_on() {
     let mut client = host.connect();
     let start = Instant::now();
     let done = client.shell("(while :; do echo noise; done) & sleep 7733 & echo done");
-    assert!(start.elapsed() < Duration::from_secs(2));
+    assert!(start.elapsed() < Duration::from_secs(60));
     assert!(done.out.windows(5).any(|part| part == b"done\n"));
     until("it goes on", || running("sleep 7733") == 1);
     assert_eq!(client.call("sys.info", &Args::new()).end.int("execs"), Some(1));

@@ -4,7 +4,6 @@ use crate::client::{Args, Client, Host, Item, entries, path, until};
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-use std::time::Duration;
 
 fn write(client: &mut Client, to: impl AsRef<[u8]>, bytes: &[u8]) -> Item {
     client.put("fs.write", &path(to).uint("mode", 0o640), bytes)
@@ -175,16 +174,13 @@ fn an_upload_that_stops_leaves_nothing() {
     let args = path(host.at("file")).uint("mode", 0o644);
     let id = client.open("fs.write", &args);
     client.upload(id, 0, &[1; 100_000]);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(temporaries(&host), 1);
+    until("it has begun", || temporaries(&host) == 1);
     client.reset(id);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(temporaries(&host), 0);
+    until("it is gone", || temporaries(&host) == 0);
     let id = client.open("fs.write", &args);
     client.upload(id, 0, &[1; 100_000]);
     drop(client);
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(temporaries(&host), 0);
+    until("it is gone", || temporaries(&host) == 0);
     assert!(!host.file("file").exists());
 }
 

