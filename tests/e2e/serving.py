@@ -25,7 +25,7 @@ class Served:
     """A server process over one data directory; it can be killed and started again."""
 
     def __init__(self, data: pathlib.Path, backend: str, **settings: str) -> None:
-        self.data, self.port = data, free_port()
+        self.data, self.backend, self.port = data, backend, free_port()
         self.log = data.parent / f"{data.name}.log"
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("AGENT_SANDBOX_")},
@@ -71,7 +71,7 @@ class Served:
 
     def environments(self) -> set[str]:
         """The environments of the embedded backend that still hold something."""
-        return {place.name for place in (self.data / "runc" / "env").iterdir()}
+        return {place.name for place in (self.data / self.backend / "env").iterdir()}
 
     def client(self) -> SandboxClient:
         """A client of ours with the right key."""

@@ -18,9 +18,12 @@ from tests.e2e.serving import KEY, Served, serving
 pytestmark = pytest.mark.real
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("e2e") / "data") as served:
+BACKENDS = ["runc", "gvisor"]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("e2e") / "data", request.param) as served:
         yield served
 
 
@@ -230,7 +233,7 @@ def test_f37_keys_are_never_to_be_seen(server: Served, client: SandboxClient, sa
             stranger.list_sandboxes()
         with pytest.raises(InvalidRequestError):
             other.exec("true", workdir="/nope", env={"T": "exec-secret-value"})
-        keys = [place.read_bytes() for place in (server.data / "runc" / "env").glob("*/key")]
+        keys = [place.read_bytes() for place in (server.data / server.backend / "env").glob("*/key")]
         assert len(keys) == 2
         secrets = [KEY.encode(), b"wrong-key-0123456789", b"sandbox-secret-value", b"exec-secret-value"]
         for key in keys:
@@ -244,12 +247,12 @@ def test_f37_keys_are_never_to_be_seen(server: Served, client: SandboxClient, sa
                     places[f"{process}/environ"] = (process / "environ").read_bytes()
             except OSError:
                 continue
-        for config in pathlib.Path("/").glob(f"{server.data}/runc/env/*/**/config.json"[1:]):
+        for config in pathlib.Path("/").glob(f"{server.data}/{server.backend}/env/*/**/config.json"[1:]):
             places[str(config)] = config.read_bytes()
         assert any(place.endswith("config.json") for place in places)
-        for state in pathlib.Path("/run").glob("agent-sandbox/*/runc/*/state.json"):
-            places[str(state)] = state.read_bytes()
-        for private in (server.data / "runc" / "env").rglob("*"):
+        for pattern in ("agent-sandbox/*/runc/*/state.json", "agent-sandbox/*/runsc/*.state"):
+            places |= {str(state): state.read_bytes() for state in pathlib.Path("/run").glob(pattern)}
+        for private in (server.data / server.backend / "env").rglob("*"):
             if private.is_file() and not private.is_symlink() and private.name not in ("key", "disk.img"):
                 assert private.stat().st_mode & 0o077 == 0 or private.name != "spec.json"
         assert server.data.stat().st_mode & 0o777 == 0o700
@@ -258,8 +261,9 @@ def test_f37_keys_are_never_to_be_seen(server: Served, client: SandboxClient, sa
                 assert secret not in content, name
 
 
-def test_a_killed_server_finds_its_sandboxes_again(tmp_path: pathlib.Path) -> None:
-    with serving(tmp_path / "data") as server, server.client() as client:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_server_finds_its_sandboxes_again(tmp_path: pathlib.Path, backend: str) -> None:
+    with serving(tmp_path / "data", backend) as server, server.client() as client:
         sandbox = client.create(timeout_seconds=600, env={"KEPT": "yes"})
         sandbox.write_file("/workspace/f", b"kept")
         snapshot = sandbox.snapshot("kept")
@@ -278,8 +282,9 @@ def test_a_killed_server_finds_its_sandboxes_again(tmp_path: pathlib.Path) -> No
         assert again.exec("ls").stdout == "f\n"
 
 
-def test_a_server_killed_while_making_sandboxes_leaks_none(tmp_path: pathlib.Path) -> None:
-    with serving(tmp_path / "data") as server, server.client() as client:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_server_killed_while_making_sandboxes_leaks_none(tmp_path: pathlib.Path, backend: str) -> None:
+    with serving(tmp_path / "data", backend) as server, server.client() as client:
         for delay in (0.02, 0.06, 0.12):
             with concurrent.futures.ThreadPoolExecutor(3) as pool:
                 futures = [pool.submit(client.create) for _ in range(3)]
