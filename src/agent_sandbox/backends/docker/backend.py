@@ -47,7 +47,7 @@ from agent_sandbox.backends.docker.hostimage import HostOnEngine
 from agent_sandbox.backends.docker.networks import Network
 from agent_sandbox.backends.docker.places import Environment, Places, Record
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.linux import cgroups
+from agent_sandbox.backends.linux import cgroups, sentry
 from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
@@ -90,6 +90,9 @@ _SYNC_SECONDS = 5.0
 _CLOSE_SECONDS = 10.0
 _SOCKETS_SHARE = 4
 """Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
+_KNOWN_ON_GVISOR = {
+    "test_devices": "in an engine's container gVisor has /dev/fuse, which the daemon has closed to commands",
+}
 _KNOWN_FAILURES = {
     "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
 }
@@ -140,7 +143,7 @@ class DockerBackend(GuestBackend):
         no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, self._facts.runtime: self._facts.runtime_version}
-        self.known_failures = _KNOWN_FAILURES
+        self.known_failures = {**_KNOWN_FAILURES, **(_KNOWN_ON_GVISOR if self._facts.is_gvisor else {})}
         await self._thaw_all()
 
     async def _why_no_network(self) -> str:
@@ -280,7 +283,7 @@ class DockerBackend(GuestBackend):
         self._records[record.id] = record
         live = await self._look(record.id, record.container)
         if live is not None:
-            await self._thread(_limit_sockets, live.groups, record.spec)
+            await self._thread(_finish_groups, live.groups, record.spec, self._facts.is_gvisor)
         await self.guest_ready(record.id)
         if new and record.shares_files:
             await self._prove(record, nonce)
@@ -322,7 +325,7 @@ class DockerBackend(GuestBackend):
             return True
         return bool(await self._containers.find(id) or await self._containers.volumes(id))
 
-    async def _end(self, id: str) -> None:
+    async def _end(self, id: str, *, by_engine: bool = True) -> None:
         """End every process of the environment, which cannot be found from now on; return when none is left."""
         try:
             await self._thread(self._places.environment(id).forget)
@@ -330,19 +333,20 @@ class DockerBackend(GuestBackend):
             # A damaged directory, or a disk that has become read-only, must not keep processes alive.
             _log.warning("environment %s: its record stays until it is removed: %s", id, error)
         self._records.pop(id, None)
-        await self._end_processes(id)
+        await self._end_processes(id, by_engine=by_engine)
 
-    async def _end_processes(self, id: str) -> None:
+    async def _end_processes(self, id: str, *, by_engine: bool = True) -> None:
+        """End what runs; where this host cannot, the engine does, unless that is about to remove it all anyhow."""
         await self.drop_guest(id)
         live = self._live.pop(id, None)
         if live is not None:
             await self._thread(end_processes, live.process, live.groups)
-        else:
+        elif by_engine:
             await self._containers.kill(id)
 
     async def _clear(self, id: str) -> None:
         """End what still runs and remove everything. The directory goes last: by that it is listed."""
-        await self._end(id)
+        await self._end(id, by_engine=False)
         await self._containers.remove(id, volumes=True)
         environment = self._places.environment(id)
         await self._thread(environment.unmount)
@@ -590,5 +594,8 @@ class DockerBackend(GuestBackend):
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
 
 
-def _limit_sockets(groups: cgroups.Groups, spec: SandboxSpec) -> None:
+def _finish_groups(groups: cgroups.Groups, spec: SandboxSpec, is_gvisor: bool) -> None:
+    """Bound the memory of sockets; give gVisor's kernel some beside its guest's, who sees the limit from before."""
     groups.limit_sockets(spec.memory_mb * container.MIB // _SOCKETS_SHARE)
+    if is_gvisor:
+        groups.allow_memory(sentry.memory_mb(spec) * container.MIB)
