@@ -371,9 +371,8 @@ class DockerBackend(GuestBackend):
 
     async def _halt(self, id: str) -> None:
         """End every process and free what a reboot would; the container, the disk, the record and the key stay."""
-        await self._end_processes(id)
-        for one in await self._containers.find(id):
-            await self._containers.wait(one["Id"])
+        await self._end_processes(id, by_engine=False)
+        await self._containers.kill(id)
         await self._thread(self._places.environment(id).unmount)
 
     async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
@@ -462,9 +461,13 @@ class DockerBackend(GuestBackend):
     async def is_running(self, id: str) -> bool:
         try:
             record = await self._record(id)
-            return bool((await self._containers.state(record.container)).get("Running")) if record.container else False
+            state = await self._containers.state(record.container) if record.container else {}
         except NotFoundError:
             return False
+        if not state.get("Running") or not self._facts.shares_files:
+            return bool(state.get("Running"))
+        process = await self._thread(live_process, state)  # an engine may learn of an end much later than the host
+        return process is not None and await self._thread(process.alive)
 
     async def inspect(self, id: str) -> EnvironmentInfo:
         record = await self._record(id)
@@ -472,7 +475,7 @@ class DockerBackend(GuestBackend):
             seen = await self._containers.inspect(record.container)
         except NotFoundError:
             seen = {}
-        running = bool((seen.get("State") or {}).get("Running"))
+        running = await self.is_running(id)
         live = await self._running(record) if running else None
         config = seen.get("HostConfig") or {}
         details: dict[str, Any] = {
