@@ -53,7 +53,7 @@ class World:
         store = self.manager._fleet.workspaces
         pins, refs = await store.ask(lambda it: (list(it.pins()), list(it.refs("sandboxes"))))
         assert {pin.name for pin in pins} == {record.id for record in await self.manager.list_snapshots()}
-        assert {ref.name for ref in refs} == {"main", self.id}
+        assert {ref.name for ref in refs} == {"main", (await self.manager.get(self.id)).env_id}
         found = await self.manager.changes(self.id, limit=9, text=False)
         assert [change.path for change in found.changes] == ["/workspace/ours"]
 
