@@ -308,7 +308,7 @@ class OciBackend(GuestBackend):
         fill: Fill | None = None,
         source: Path | None = None,
     ) -> None:
-        host, listening, unwanted = self._host_for(source), self._listening(environment), threading.Event()
+        host, listening, unwanted = self._host_for(source), self._listening(environment, record.spec), threading.Event()
         filling = None if fill is None else lambda place, owner: fill(place, owner, unwanted.is_set)
         with contextlib.ExitStack() as stack:
             namespace = None
@@ -602,7 +602,7 @@ class OciBackend(GuestBackend):
             raise BackendError(f"the {self.name} backend was not started")
         return self._host
 
-    def _listening(self, environment: Environment) -> Listening:
+    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
         return DESCRIPTORS
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:

@@ -102,9 +102,11 @@ class GvisorBackend(OciBackend):
     def _filter(self) -> Mapping[str, Any] | None:
         return None
 
-    def _listening(self, environment: Environment) -> Listening:
+    def _listening(self, environment: Environment, spec: SandboxSpec) -> Listening:
         args = ("--listen", f"{bundle.PRIVATE}/sock", "--config", f"{bundle.PRIVATE}/config")
-        return Listening(args, environment.daemon, process_limits())
+        # Many that fork at once slip past the controller; past the count of each user's processes they do not.
+        limits = {**process_limits(), "nproc": spec.pids_limit}
+        return Listening(args, environment.daemon, limits)
 
     async def _launch(self, environment: Environment, record: Record, key: bytes, source: Path | None) -> None:
         config = {**daemon_config(record, key), "pids_limit": record.spec.pids_limit}
