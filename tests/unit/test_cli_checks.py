@@ -134,7 +134,7 @@ def test_a_machine_without_anything_fails_and_every_finding_has_a_remedy() -> No
         ({"systemd": "running"}, "systemd", "ok", "running, without agent-sandbox.service"),
         ({"kvm": "no access"}, "kvm", "warn", "/dev/kvm: no access"),
         ({"docker": ""}, "docker", "ok", "no engine; not needed"),
-        ({}, "docker", "ok", "Docker 20.10.24 with runc, on this host; not in BACKENDS"),
+        ({}, "docker", "ok", "Docker 20.10.24 with runc, on this host; not in AGENT_SANDBOX_BACKENDS"),
         ({"docker_wanted": True}, "docker", "ok", "Docker 20.10.24 with runc, on this host"),
         (
             {"docker": "", "docker_wanted": True, "docker_problem": "no engine answers; start it"},

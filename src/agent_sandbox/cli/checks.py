@@ -225,7 +225,8 @@ def docker(probe: Probe) -> Finding:
         problem, _, remedy = probe.docker_problem.partition("; ")
         return Finding("docker", "fail", problem, remedy or "choose another backend in AGENT_SANDBOX_BACKENDS")
     if probe.docker:
-        return Finding("docker", "ok", probe.docker if probe.docker_wanted else f"{probe.docker}; not in BACKENDS")
+        unused = "" if probe.docker_wanted else "; not in AGENT_SANDBOX_BACKENDS"
+        return Finding("docker", "ok", probe.docker + unused)
     return Finding("docker", "ok", "no engine; not needed")
 
 
