@@ -81,7 +81,7 @@ def _watcher() -> Watcher:
 
         def tell(done: int, total: int, check: Check | None) -> None:
             if check is not None and check.verdict == "fail":
-                output.note(f"{check.name} failed ({done} of {total} done)")
+                output.note(f"{check.name} failed ({done} of {total} done): {check.reason}")
 
         return tell
     from rich.console import Console
