@@ -206,7 +206,7 @@ def run(parts: list[Part], jobs: int) -> bool:
             code, took = ended[part.pid], span(now - part.began)
             if code == 0:
                 say(f"{part.name}: {part.result()} in {took}")
-                passed += int(re.findall(r"(\d+) passed", part.result())[0])
+                passed += sum(int(count) for count in re.findall(r"(\d+) passed", part.result()))
                 continue
             failed.append(part.name)
             why = f"ran longer than {span(PART_SECONDS)}" if part.late else f"exit code {code}"
