@@ -18,6 +18,7 @@ BY_ISOLATION: Mapping[str, Mapping[str, str]] = {
         "test_the_daemon_tells_nothing_of_itself": _PROC,
         "test_the_daemon_is_hidden": _PROC,
         "test_a_command_that_asks_to_be_traced_ends_when_it_ends": "gVisor refuses PTRACE_TRACEME below the daemon",
+        "test_devices": "gVisor always has /dev/fuse, which the daemon closes to commands, and /dev/net/tun",
         "test_mounts_are_nosuid_and_nodev": "gVisor does not show these options; set-id bits do nothing there",
         "test_proc_and_sys_are_masked": "gVisor's /proc/cmdline and its like are its own and tell nothing of the host",
         "test_default_signals_mask_and_umask": "gVisor's status shows neither SigBlk nor SigIgn",
