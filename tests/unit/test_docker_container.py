@@ -64,6 +64,7 @@ def test_limits_are_the_specs_and_memory_has_no_swap() -> None:
         "sb1-1", SPEC, Layout("i", "0", ("d",), (), runtime="runsc", pids_on_host=False), PROFILE
     )["HostConfig"]
     assert "PidsLimit" not in on_gvisor
+    assert on_gvisor["Ulimits"][-1] == {"Name": "nproc", "Soft": 32, "Hard": 32}
     assert (on_gvisor["Runtime"], on_gvisor["Sysctls"]) == ("runsc", {})
 
 

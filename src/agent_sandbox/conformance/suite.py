@@ -85,7 +85,7 @@ class SuiteBase:
             backend = self.successor or backend
             for id in await backend.list_ids():
                 await backend.destroy(id)
-            for _ in range(100):
+            for _ in range(600):
                 if not await backend.list_ids():
                     break
                 await asyncio.sleep(0.1)

@@ -185,7 +185,11 @@ def limits(spec: SandboxSpec, *, pids_on_host: bool) -> dict[str, Any]:
             {"Name": "core", "Soft": 1, "Hard": 1},
         ],
     }
-    return found | ({"PidsLimit": spec.pids_limit} if pids_on_host else {})
+    if pids_on_host:
+        found["PidsLimit"] = spec.pids_limit
+    else:  # gVisor counts by user; what it counts by control group, many that fork at once pass by
+        found["Ulimits"].append({"Name": "nproc", "Soft": spec.pids_limit, "Hard": spec.pids_limit})
+    return found
 
 
 def tmpfs(spec: SandboxSpec) -> dict[str, str]:
