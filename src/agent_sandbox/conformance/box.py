@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -14,12 +15,14 @@ from agent_sandbox.errors import LimitExceededError
 from agent_sandbox.types import WORKSPACE, ExecExit, ExecOutput, SandboxSpec
 
 _numbers = itertools.count(1)
+_RUN = secrets.token_hex(2)
+"""Two runs on one engine make things of different names."""
 MAX_BYTES = 256 * 1024 * 1024
 
 
 def new_id() -> str:
     """An environment id that nothing else in this run has."""
-    return f"sbkit{next(_numbers):04d}-1"
+    return f"sbkit{_RUN}{next(_numbers):04d}-1"
 
 
 @dataclasses.dataclass(frozen=True)
