@@ -90,9 +90,6 @@ _SYNC_SECONDS = 5.0
 _CLOSE_SECONDS = 10.0
 _SOCKETS_SHARE = 4
 """Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
-_KNOWN_ON_GVISOR = {
-    "test_devices": "in an engine's container gVisor has /dev/fuse, which the daemon has closed to commands",
-}
 _KNOWN_FAILURES = {
     "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
 }
@@ -143,7 +140,7 @@ class DockerBackend(GuestBackend):
         no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, self._facts.runtime: self._facts.runtime_version}
-        self.known_failures = {**_KNOWN_FAILURES, **(_KNOWN_ON_GVISOR if self._facts.is_gvisor else {})}
+        self.known_failures = _KNOWN_FAILURES
         await self._thaw_all()
 
     async def _why_no_network(self) -> str:
