@@ -99,7 +99,7 @@ fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_S
 	@$(STEP) "Fuzzers of the Rust sides" "See the errors above." cargo build --locked --profile engine \
 	    --package sandboxd --example fuzz-wire --package agent-sandbox-engine --example fuzz-store
 	@printf '%s\n' "$(BIN)/python -m tests.fuzz.wire" "$(BIN)/python -m tests.fuzz.store" \
-	    target/engine/examples/fuzz-wire target/engine/examples/fuzz-store |
+	    target/engine/examples/fuzz-wire target/engine/examples/fuzz-store | \
 	    xargs -P $$(nproc) -I '{}' bash -c '{} --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
 
 KILLS ?= 100
