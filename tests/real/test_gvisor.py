@@ -115,8 +115,8 @@ for path in ('/proc/1/mem', '/run/asb/config', '/dev/fuse', '/sys/fs/cgroup/pids
 for path in ('/proc/1/root', '/proc/1/cwd', '/proc/1/exe', *(f'/proc/1/fd/{n}' for n in range(64))):
     try: print('LINK', path, os.readlink(path), os.listdir(path))
     except OSError: pass
-for number, call in enumerate((lambda: os.kill(1, 9), lambda: os.listdir('/run/asb'), lambda: os.mkdir('/sys/fs/cgroup/pids/x'),
-             lambda: os.mknod('/tmp/fuse', 0o20666, os.makedev(10, 229)), lambda: os.setuid(0),
+for number, call in enumerate((lambda: os.kill(1, 9), lambda: os.listdir('/run/asb'),
+             lambda: os.mkdir('/sys/fs/cgroup/pids/x'), lambda: os.mknod('/tmp/fuse', 0o20666, os.makedev(10, 229)), lambda: os.setuid(0),
              lambda: os.chroot('/tmp'))):
     try: call(); print('DONE', number)
     except OSError: pass
