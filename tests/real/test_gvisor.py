@@ -116,8 +116,8 @@ for path in ('/proc/1/root', '/proc/1/cwd', '/proc/1/exe', *(f'/proc/1/fd/{n}' f
     try: print('LINK', path, os.readlink(path), os.listdir(path))
     except OSError: pass
 for number, call in enumerate((lambda: os.kill(1, 9), lambda: os.listdir('/run/asb'),
-             lambda: os.mkdir('/sys/fs/cgroup/pids/x'), lambda: os.mknod('/tmp/fuse', 0o20666, os.makedev(10, 229)), lambda: os.setuid(0),
-             lambda: os.chroot('/tmp'))):
+             lambda: os.mkdir('/sys/fs/cgroup/pids/x'), lambda: os.setuid(0), lambda: os.chroot('/tmp'),
+             lambda: os.mknod('/tmp/fuse', 0o20666, os.makedev(10, 229)))):
     try: call(); print('DONE', number)
     except OSError: pass
 print('end')
