@@ -8,6 +8,7 @@ import signal
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from agent_sandbox.cli import exit_codes, pulling, signals, writing_back
 from agent_sandbox.cli.copying import Copied
 from agent_sandbox.cli.packing import pack_directory
 from agent_sandbox.cli.pulling import Pull, runs_programs
-from agent_sandbox.errors import InvalidRequestError
+from agent_sandbox.errors import InvalidRequestError, PayloadTooLargeError
 from tests.unit.test_cli_unpacking import archive, member, tree
 
 
@@ -234,6 +235,68 @@ def test_a_damaged_archive_changes_nothing(here: Path, trip: Trip) -> None:
 )
 def test_what_makes_git_run_programs(name: str, expected: bool) -> None:
     assert runs_programs(name.split("/")) is expected
+
+
+def test_names_without_end_are_not_held(trip: Trip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "MAX_NAMES", 5_000)
+    links = [member(f"link-{number}", tarfile.SYMTYPE, linkname="a" * 3_000) for number in range(2)]
+    with pytest.raises(PayloadTooLargeError, match="names"):
+        trip.back(archive(*links))
+    assert trip.pull.steps == []
+
+
+REPOSITORY = ("HEAD", "config", "objects", "refs")
+
+
+@pytest.mark.parametrize(
+    "lead",
+    [
+        (member(".git"), b"gitdir: innocent\n"),
+        member(".git", tarfile.SYMTYPE, linkname="innocent"),
+        member("sub/.GIT", tarfile.SYMTYPE, linkname="../innocent"),
+        member(".git/modules/sub", tarfile.SYMTYPE, linkname="../../innocent"),
+        (member(".git/commondir"), b"../innocent\n"),
+        (member(".git/worktrees/w/commondir"), b"../../../innocent\n"),
+    ],
+)
+def test_nothing_leads_git_to_another_configuration(trip: Trip, lead: Any) -> None:
+    name = (lead[0] if isinstance(lead, tuple) else lead).name
+    trip.back(archive((member("innocent/config"), b"[core]\n"), lead))
+    assert name in dict(trip.pull.left_out)
+    assert name not in [step.name for step in trip.pull.steps]
+
+
+def test_a_repository_under_any_name_brings_no_configuration(here: Path, trip: Trip) -> None:
+    """Git takes the directory that it is run in for a bare repository by what is in it."""
+    names = [f"{place}{name}" for place in ("", "fixture/") for name in (*REPOSITORY, "hooks/pre-commit")]
+    trip.back(archive(*((member(name), b"1") for name in [*names, "fixture/kept", "config/kept"])))
+    assert {name for name, _ in trip.pull.left_out} >= {*names, "config/kept"}
+    assert "fixture/kept" in [step.name for step in trip.pull.steps]
+
+
+def test_a_configuration_that_is_there_gets_no_repository_around_it(here: Path, tmp_path: Path) -> None:
+    (here / "later").mkdir()
+    (here / "later" / "config").write_text("[core]\n\tfsmonitor = evil\n")
+    (here / "later" / "HEAD").write_text("ref: refs/heads/main\n")
+    with pulling.opened([(here, "/workspace")]) as (pull,), pulling.aside() as place:
+        sent = b"".join(pack_directory(here, Copied(), pull.sent))
+        added = archive(*((member(f"later/{name}", tarfile.DIRTYPE)) for name in ("objects", "refs")))
+        pulling.take_back(pull, iter([sent[:-1024] + added]), place, Copied())
+        assert pull.steps == []
+        assert [name for name, _ in pull.left_out] == ["later/objects", "later/refs"]
+
+
+def test_a_repository_that_is_there_keeps_its_configuration(here: Path) -> None:
+    (here / ".git").write_text("gitdir: .bare\n")
+    for name in ("objects", "refs"):
+        (here / ".bare" / name).mkdir(parents=True)
+    (here / ".bare" / "HEAD").write_text("ref: refs/heads/main\n")
+    with pulling.opened([(here, "/workspace")]) as (pull,), pulling.aside() as place:
+        sent = b"".join(pack_directory(here, Copied(), pull.sent))
+        changed = archive((member(".bare/HEAD"), b"ref: refs/heads/other\n"), (member(".bare/config"), b"[core]\n"))
+        pulling.take_back(pull, iter([sent[:-1024] + changed]), place, Copied())
+        assert [step.name for step in pull.steps] == [".bare/HEAD"]
+        assert [name for name, _ in pull.left_out] == [".bare/config"]
 
 
 def test_a_signal_leaves_each_change_whole(here: Path, trip: Trip) -> None:

@@ -7,7 +7,9 @@ Comparing the two gives the changes; ``writing_back.py`` writes them.
 The archive is hostile, as in ``unpacking.py``. What never comes back, and is reported:
 
 * names that lead elsewhere, links that lead out of the directory, FIFOs and devices;
-* the configuration and hooks of git: git runs what they say, on this machine and as its user;
+* the configuration and hooks of git: git runs what they say, on this machine and as its user. Neither does what would
+  have git look for them elsewhere: a ``.git`` that is a file or a link, a link within one, and a repository in a
+  directory of any other name, which git takes for one by what is in it;
 * what lies under another ``-v``.
 """
 
@@ -19,7 +21,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,15 +33,20 @@ from agent_sandbox.cli.copying import SHOWN, Copied
 from agent_sandbox.cli.history import MARKS
 from agent_sandbox.cli.packing import Sent
 from agent_sandbox.cli.unpacking import Received, received, stays_inside
+from agent_sandbox.errors import PayloadTooLargeError
 
 Kind = Literal["added", "removed", "modified", "type", "metadata"]
-_PROGRAMS = {"hooks", "config", "config.worktree"}
+_PROGRAMS = {"hooks", "config", "config.worktree", "commondir"}
+_REPOSITORIES = ({"head", "objects", "refs"}, {"head", "commondir"})
+"""What git takes a directory for its own by, whatever it is called (gitrepository-layout(5)): all of one of these."""
 FILE, DIRECTORY, LINK, OTHER = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, 0
 
 _HELD_BYTES = 1 << 20
 """Of a file in memory, before it is written aside."""
 MAX_TEXT = 1 << 20
 """Bytes of each side of a file that is shown line by line; what is larger is told in one line."""
+MAX_NAMES = 256 << 20
+"""Characters of all names and link targets together, which are held until they are compared: a million of 250."""
 MAX_LISTED = 1_000
 """Changes that are listed for a person; all are counted, and --json gives all."""
 
@@ -124,8 +131,12 @@ def take_back(pull: Pull, pieces: Iterator[bytes], place: Path, done: Copied) ->
     :class:`InvalidRequestError` for a damaged archive, :class:`PayloadTooLargeError` above the bounds of a copy.
     """
     came: dict[str, Came] = {}
+    held = 0
     for number, entry in enumerate(received(pieces)):
         done.entry(len(entry.parts or ()))
+        held += len(entry.member.name) + len(entry.member.linkname)
+        if held > MAX_NAMES:
+            raise PayloadTooLargeError(f"the names in the tree have more than {MAX_NAMES} characters")
         taken = _taken(entry, pull, came, place / f"{id(pull):x}-{number}", done)
         if taken is not None and entry.parts:
             came["/".join(entry.parts)] = taken
@@ -198,6 +209,8 @@ def _keep(content: Iterator[bytes], place: Path, done: Copied, known: bytes) -> 
 
 def _steps(pull: Pull, came: Mapping[str, Came]) -> Iterator[Step]:
     """Compare what was sent with what came, by name, a directory before what is in it."""
+    known = repositories(pull.sent)
+    made = repositories({*pull.sent, *came}) - known
     for name in sorted({*pull.sent, *came}, key=lambda name: name.split("/")):
         old, new = pull.sent.get(name), came.get(name)
         if (kind := _kind(old, new)) is None:
@@ -211,14 +224,10 @@ def _steps(pull: Pull, came: Mapping[str, Came]) -> Iterator[Step]:
             and ("\0" in new.target or not stays_inside(new.target, len(parts) - 1))
         ):
             pull.left_out.append((name, f"a link that leads out of the directory, to {new.target[:200]}"))
-        elif runs_programs(parts):
+        elif runs_programs(parts, DIRECTORY if new is None else new.type, known, made):
             pull.left_out.append((name, "git runs what it says, so it is not written; copy it by hand if you trust it"))
         elif "\0" not in name:
             yield Step(name, kind, old, new)
-
-
-def _stays(target: str, depth: int) -> bool:
-    return "\0" not in target and stays_inside(target, depth)
 
 
 def _kind(old: Sent | None, new: Came | None) -> Kind | None:
@@ -234,12 +243,38 @@ def _kind(old: Sent | None, new: Came | None) -> Kind | None:
     return "metadata" if type != LINK and new.mode != old.stat.st_mode & 0o777 else None
 
 
-def runs_programs(parts: list[str]) -> bool:
-    """Whether a name is of git's configuration or hooks, by which a repository makes git run programs."""
-    for at, part in enumerate(parts):
-        if part.lower() != ".git":
+def repositories(names: Iterable[str]) -> set[str]:
+    """Find the directories among names that git would take for a repository, but for those called ``.git``."""
+    marks: dict[str, set[str]] = {}
+    wanted = set().union(*_REPOSITORIES)
+    for name in names:
+        directory, _, last = name.rpartition("/")
+        if last.lower() in wanted:
+            marks.setdefault(directory, set()).add(last.lower())
+    return {
+        directory
+        for directory, found in marks.items()
+        if any(all_ <= found for all_ in _REPOSITORIES) and ".git" not in directory.lower().split("/")
+    }
+
+
+def runs_programs(parts: list[str], type: int = FILE, known: Collection[str] = (), made: Collection[str] = ()) -> bool:
+    """Whether a name is of git's configuration or hooks, by which a repository makes git run programs, or leads there.
+
+    ``known`` are repositories of other names than ``.git``, ``made`` those that the changes make of a directory, which
+    would be one with a configuration that was there before.
+    """
+    for at in range(len(parts)):
+        directory, inside = "/".join(parts[:at]), [name.lower() for name in parts[at:]]
+        if directory in made and (inside[0] in _PROGRAMS or any(inside[0] in marks for marks in _REPOSITORIES)):
+            return True
+        if directory in known and inside[0] in _PROGRAMS:
+            return True
+        if inside[0] != ".git":
             continue
-        inside = [name.lower() for name in parts[at + 1 :]]
+        if type == LINK or (len(inside) == 1 and type != DIRECTORY):
+            return True
+        inside = inside[1:]
         looked_at = inside if inside[:1] in (["modules"], ["worktrees"]) else inside[:1]
         if not _PROGRAMS.isdisjoint(looked_at):
             return True
