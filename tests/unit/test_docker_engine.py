@@ -126,6 +126,33 @@ async def test_an_image_that_says_nonsense_is_refused(sock: Path) -> None:
             await images.find(engine, "x", "x86_64", "docker")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../containers/other", "../../info", "x/../../containers/other", "./x", "x/./y", "x//y", "/x", "x/"),
+        *("allowed:x/../other:latest", "x?y", "x#y", "x%2f..%2fy", "x\\y", "-x", "x\u00e9", "a" * 600),
+    ],
+)
+async def test_a_name_never_becomes_another_path_of_the_api(sock: Path, name: str) -> None:
+    """An engine that has something at every path, as a container with its environment, is not asked."""
+    there = reply({"Id": "c0ffee", "Config": {"Env": ["PASSWORD=hush"]}})
+    async with answering(sock, there) as engine:
+        with pytest.raises(InvalidRequestError, match="no name of an image"):
+            await images.find(engine, name, "x86_64", "docker")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("python", "python:3.12-slim", "library/a__b", "localhost:5000/a/b:_tag", "[::1]:5000/a"),
+        *("registry.example.org/a.b/c@sha256:" + "0" * 64, "sha256:" + "0" * 64, "0123456789ab"),
+    ],
+)
+async def test_names_as_engines_have_them_are_asked_for(sock: Path, name: str) -> None:
+    async with answering(sock, reply({"Id": "sha256:1", "Os": "linux", "Config": {}})) as engine:
+        assert (await images.find(engine, name, "x86_64", "docker")).id == "sha256:1"
+
+
 @pytest.mark.parametrize("name", ["", "two words", "a\nb", "a\x00b"])
 async def test_a_name_that_cannot_be_one_is_not_asked_for(sock: Path, name: str) -> None:
     async with answering(sock) as engine:

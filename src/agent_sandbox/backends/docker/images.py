@@ -7,6 +7,7 @@ content, wherever a tag has gone. That id is what environments are made from.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -24,6 +25,11 @@ _log = logging.getLogger(__name__)
 _STALLED_SECONDS = 120.0
 """How long a registry may send nothing before a pull counts as failed."""
 _PROGRESS_SECONDS = 2.0
+_NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._@:\[\]-]*(/[A-Za-z0-9][A-Za-z0-9._@:-]*)*")
+"""What the parts of references are made of (registry, path, tag, digest), or an id. It is put into the path of a call:
+``..`` would make another call of that, about a container or an image that nobody is allowed to use."""
+_NAME_BYTES = 512
+"""A path has 255 at most, a digest 71, a registry's name 253."""
 _SAME = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", "i386": "386"}
 """The kernel's names of architectures (uname(2)) by those of images (Go's)."""
 
@@ -42,8 +48,6 @@ async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
     ``machine`` is the engine's architecture. :class:`NotFoundError` when there is none anywhere,
     :class:`UnsupportedError` for one of another architecture.
     """
-    if not name or any(character.isspace() or not character.isprintable() for character in name):
-        raise InvalidRequestError(f"{name!r} is no name of an image")
     try:
         return await inspect(engine, name, machine, backend)
     except NotFoundError:
@@ -55,6 +59,8 @@ async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
 
 async def inspect(engine: Engine, name: str, machine: str, backend: str) -> Image:
     """The image as the engine has it. Errors as with :func:`find`."""
+    if len(name) > _NAME_BYTES or not _NAME.fullmatch(name):
+        raise InvalidRequestError(f"{name[:200]!r} is no name of an image")
     try:
         found = await engine.get(f"/images/{quote(name, safe='/:@')}/json")
     except NotFoundError:
