@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, StoreFullError
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    LimitExceededError,
+    NotFoundError,
+    PayloadTooLargeError,
+    StoreFullError,
+)
+from agent_sandbox.manager import workspaces as module
 from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import Taken, Workspaces
 from agent_sandbox.store import Report, Store
@@ -76,3 +84,130 @@ def test_a_record_names_few_and_short_paths() -> None:
     assert len(named(*[b"a"] * 150)) == 100
     assert named(b"first", *[b"x" * 250_000] * 100) == ["first"]
     assert sum(map(len, named(*[b"x" * 4_000] * 100))) <= 48 << 10
+
+
+async def test_a_snapshot_follows_one_that_was_deleted(tmp_path: Path) -> None:
+    """Its bytes are counted from a state that is still there, whatever was forgotten meanwhile."""
+    below, upper, merged = (tmp_path / name for name in ("below", "upper", "merged"))
+    for place, names in ((below, "a"), (upper, "b"), (merged, "ab")):
+        place.mkdir()
+        for name in names:
+            (place / name).write_text(name)
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["first-1", "sandbox-1"])
+    try:
+        began = await workspaces.take("first-1", "begin", from_directory(HeldWorkspace(str(below), False)), 1 << 20)
+        await workspaces.stand("sandbox-1", began.commit)
+        source = from_directory(HeldWorkspace(str(merged), False, str(upper)))
+        taken = await workspaces.take("sandbox-1", "snapshot", source, 1 << 20)
+        assert taken.report.bytes == 2
+        await workspaces.drop("snapshot")
+        for place in (upper, merged):
+            (place / "c").write_text("c")
+        assert (await workspaces.take("sandbox-1", "next", source, 1 << 20)).report.bytes == 3
+    finally:
+        await workspaces.close()
+
+
+async def test_a_workspace_that_is_too_large_says_so_though_its_last_snapshot_was_deleted(tmp_path: Path) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "file").write_text("text")
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    try:
+        source = from_directory(HeldWorkspace(str(workspace), False))
+        await workspaces.take("sandbox-1", "first", source, 100)
+        (workspace / "file").write_text("more text")
+        taken = await workspaces.take("sandbox-1", "second", source, 100)
+        (workspace / "file").write_text("x" * 200)
+        with pytest.raises(PayloadTooLargeError):
+            await workspaces.take("sandbox-1", "large", source, 100)
+        assert await workspaces.head("sandbox-1") == taken.commit
+        await workspaces.drop("second")
+        with pytest.raises(PayloadTooLargeError):
+            await workspaces.take("sandbox-1", "large", source, 100)
+        (first,) = await workspaces.ask(lambda store: [pin.commit.hex() for pin in store.pins() if pin.name == "first"])
+        assert await workspaces.head("sandbox-1") == first
+    finally:
+        await workspaces.close()
+
+
+async def test_garbage_is_collected_while_a_snapshot_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gc comes right after the pin went, and takes the commit with it."""
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "file").write_text("text")
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    try:
+        await workspaces.take("sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20)
+        await workspaces.gone("sandbox-1")
+        unpin = Store.unpin
+
+        def unpin_and_collect(store: Store, name: str) -> None:
+            unpin(store, name)
+            store.gc()
+
+        monkeypatch.setattr(Store, "unpin", unpin_and_collect)
+        await workspaces.drop("snapshot")
+        assert await workspaces.ask(lambda store: list(store.pins())) == []
+    finally:
+        await workspaces.close()
+
+
+async def test_a_snapshot_whose_deletion_was_cut_off_gives_its_room_back(tmp_path: Path) -> None:
+    """Its row went, and the server was killed: the sandbox's next state leads to it, and is no reason to keep it."""
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    source = from_directory(HeldWorkspace(str(workspace), False))
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    (workspace / "file").write_text("text")
+    old = await workspaces.take("sandbox-1", "old", source, 1 << 20)
+    (workspace / "file").write_text("other")
+    await workspaces.take("sandbox-1", "new", source, 1 << 20)
+    await workspaces.close()
+    later = Workspaces(tmp_path, 1 << 30, no_layers)
+    await later.start(["new"], ["sandbox-1"])
+    try:
+        assert await later.ask(
+            lambda store: [(e.id.hex(), e.forgotten) for e in store.log("sandboxes:sandbox-1", 2)][1:]
+        ) == [(old.commit, True)]
+    finally:
+        await later.close()
+
+
+async def test_what_was_removed_before_a_kill_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the disk is so full that gc has to come twice."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "file").write_text("text")
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    taken = await workspaces.take(
+        "sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20
+    )
+    await workspaces.gone("sandbox-1")
+    await workspaces.drop("snapshot")
+    await workspaces.close()
+    later = Workspaces(tmp_path, 1 << 30, no_layers)
+    await later.start([], [])
+    try:
+        await later.tidy()
+        assert await later.ask(lambda store: store.resolve(taken.commit).hex()) == taken.commit, "not at once"
+        monkeypatch.setattr(module, "_GC_SECONDS", -1.0)
+        with monkeypatch.context() as full:
+            full.setattr(Store, "gc", fail)
+            await later.tidy()
+        await later.tidy()
+        with pytest.raises(NotFoundError):
+            await later.ask(lambda store: store.resolve(taken.commit))
+    finally:
+        await later.close()

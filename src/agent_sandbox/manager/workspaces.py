@@ -18,7 +18,7 @@ The rules
 * Reading a workspace happens while the backend holds it still; nothing else here waits for a guest.
 * Everything that blocks runs in ``_THREADS`` threads, and is seen through when its caller is cancelled. A capture that
   nobody waits for any more ends at its next progress report.
-* gc runs behind everybody's back, at most every ``_GC_SECONDS``, after something was removed.
+* gc runs behind everybody's back, at most every ``_GC_SECONDS``, after a start and after something was removed.
 * Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
   ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them, and workspaces
   that a sandbox sends by itself: no snapshot of a held workspace waits for any of them.
@@ -236,8 +236,11 @@ class Workspaces:
             store = self._opened()
             commit = store.pinned(snapshot_id)
             if commit is not None:
-                store.unpin(snapshot_id)
-                store.forget(commit.hex())
+                with suppress(NotFoundError):  # somebody else removed it just now
+                    try:
+                        store.forget(commit.hex())  # before that: gc may take it as soon as the pin is gone
+                    finally:
+                        store.unpin(snapshot_id)
                 self._garbage = True
 
         await self._run(drop)
@@ -445,18 +448,24 @@ class Workspaces:
             try:
                 report = await self._run(lambda: self._opened().gc(wait_seconds=1.0))
                 log.debug("gc freed %d bytes of the store", report.freed)
-            except StoreBusyError:
+            except (StoreBusyError, LimitExceededError) as error:
                 self._garbage = True
+                log.debug("gc comes again: %s", error)
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
     def _open(self, snapshots: Collection[str], environments: Collection[str]) -> None:
+        # The last server may have been killed between a removal and gc. It need not come while all are starting.
+        self._garbage, self._collected = self._path.exists(), time.monotonic()
         store = self._store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
         if PROJECT not in {project.name for project in store.projects()}:
             store.init(PROJECT)
         for pin in list(store.pins()):
             if pin.name not in snapshots and pin.name not in environments:
                 log.warning("letting go of state %s: no snapshot or sandbox of that name is known", pin.name)
+                with suppress(NotFoundError, StoreError):
+                    if "-" not in pin.name:  # a snapshot: what follows it is no reason to keep its files
+                        store.forget(pin.commit.hex())
                 store.unpin(pin.name)
                 self._garbage = True
         names = {ref.name for ref in store.refs(PROJECT)} - {"main"}
@@ -515,16 +524,16 @@ class Workspaces:
         def commit() -> Taken:
             store, where = self._opened(), branch()
             before, below = store.resolve(where), store.pinned(env_id)
-            known = self._known(before) or (self._known(below) if below else None)
+            known = [total for state in (before, below) if state and (total := self._known(state))]
             result, exported = workspace.read(store, where, progress, below if known else None)
             if isinstance(result, HeadMoved):
                 raise BackendError("two snapshots of one sandbox were taken at once")
             report = result.report
             if known and not report.whole:
-                total = store.data_bytes(result.commit.hex(), known)
-                report = replace(report, bytes=total, whole=True)
+                report = replace(report, bytes=_count(store, result.commit.hex(), known), whole=True)
             if report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
-                store.reset(where, before.hex())
+                back = next(entry.id for entry in store.log(before.hex()) if not entry.forgotten)
+                store.reset(where, back.hex())
                 self._garbage = True
                 raise PayloadTooLargeError(f"the files of the workspace hold more than {limit} bytes")
             taken = Taken(result.commit.hex(), report, exported)
@@ -583,6 +592,14 @@ class _Pieces:
                 raise BackendError("nobody reads the archive any more")
         self._put(bytes(self._buffer))
         self._buffer.clear()
+
+
+def _count(store: Store, commit: str, known: list[tuple[str, int]]) -> int:
+    """Count the bytes of a state from the first known one that is there: snapshots may have been deleted meanwhile."""
+    for one in known:
+        with suppress(NotFoundError):
+            return store.data_bytes(commit, one)
+    return store.data_bytes(commit)
 
 
 async def _ended(task: asyncio.Future[_T]) -> None:
