@@ -68,6 +68,22 @@ async def test_stopped_started_and_taken_over_it_keeps_its_workspace(
     await second.close()
 
 
+async def test_what_a_daemon_that_was_taken_over_can_write_on_the_host_is_little_and_goes(
+    backend: GvisorBackend, settings: Settings
+) -> None:
+    await backend.create("sb1-1", SPEC)
+    shared = settings.data_dir / "gvisor" / "env" / "sb1-1" / "daemon"
+    with pytest.raises(OSError, match="No space left"):  # as the sandbox's root does: through the host's files
+        (shared / "large").write_bytes(bytes(1 << 20))
+    (shared / "large").unlink()
+    with pytest.raises(OSError, match="No space left"):  # before it is deeper than what removes trees goes
+        (shared / "/".join("d" * 500)).mkdir(parents=True)
+    await backend.stop_environment("sb1-1")
+    assert not shared.exists()
+    await backend.start_environment("sb1-1")
+    assert await shell(backend, "sb1-1", "echo goes on") == "goes on\n"
+
+
 async def test_two_backends_of_one_server_leave_each_other_alone(settings: Settings) -> None:
     runc, gvisor = OciBackend(settings), GvisorBackend(settings)
     await runc.start()

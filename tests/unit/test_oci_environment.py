@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_sandbox.backends.oci.environment import Environment, Record
+from agent_sandbox.backends.oci.environment import Environment, Record, write_private
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
@@ -108,3 +110,70 @@ def test_a_record_of_an_older_release_has_no_range(environment: Environment) -> 
     del value["ids"], value["image_env"]
     path.write_text(json.dumps(value))
     assert environment.record() == Record("sb1-1", SPEC, Path("/image/rootfs"), None, {})
+
+
+class Daemon:
+    """An environment whose daemon binds its own socket, in a directory that is the sandbox's to change."""
+
+    def __init__(self, place: Path) -> None:
+        self.environment = Environment(place, place / "box", "sb1-1", "daemon/sock")
+        self.environment.reserve()
+        self.environment.daemon.mkdir()
+        self.others = place / "others"
+        self._sockets: list[socket.socket] = []
+
+    def listen(self, path: Path) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        self._sockets.append(listener)
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        return listener
+
+    def close(self) -> None:
+        for listener in self._sockets:
+            listener.close()
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Daemon]:
+    monkeypatch.chdir(tmp_path)  # addresses of sockets are short
+    daemon = Daemon(Path())
+    yield daemon
+    daemon.close()
+
+
+def test_a_daemon_is_met_where_it_listens(daemon: Daemon) -> None:
+    listener = daemon.listen(daemon.environment.endpoint)
+    with daemon.environment.connect(), listener.accept()[0]:
+        pass
+
+
+def test_a_link_in_a_sockets_place_leads_the_server_nowhere(daemon: Daemon) -> None:
+    """To the engine's socket, for one, or to another sandbox's daemon."""
+    listener = daemon.listen(daemon.others)
+    daemon.environment.endpoint.symlink_to(daemon.others.absolute())
+    with pytest.raises(ConnectionRefusedError):
+        daemon.environment.connect()
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, os.mkfifo])
+def test_what_is_no_socket_is_nobody(daemon: Daemon, make: Callable[[Path], None]) -> None:
+    make(daemon.environment.endpoint)
+    with pytest.raises(ConnectionRefusedError):
+        daemon.environment.connect()
+
+
+def test_a_private_file_is_written_through_no_link(tmp_path: Path) -> None:
+    victim, place = tmp_path / "victim", tmp_path / "place"
+    victim.write_text("kept")
+    place.mkdir()
+    for name in (".config.new", "config"):
+        (place / name).symlink_to(victim)
+    write_private(place / "config", b"secret")
+    assert victim.read_text() == "kept"
+    assert (place / "config").read_bytes() == b"secret"
+    assert not (place / "config").is_symlink()
+    assert [path.name for path in place.iterdir()] == ["config"]

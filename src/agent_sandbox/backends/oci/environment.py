@@ -7,7 +7,8 @@
     ├── key                     0600, the 32 bytes that prove either side of the wire to the other
     ├── config.json             the bundle (nothing secret)
     ├── sock                    where sandboxd listens; bound here, handed over, so it outlives the server
-    ├── daemon/                 0700, instead of that where the daemon binds its own: sock, and its configuration (0600)
+    ├── daemon/                 0700, instead of that where the daemon binds its own: sock, and its configuration
+    │                           (0600), in a small memory file system, since the sandbox's root can write there
     └── disk.img                the disk
     /run/agent-sandbox/<instance>/box/<id>/
                                 where the disk is mounted, and on it the root file system is put together
@@ -51,6 +52,9 @@ _RECORD_BYTES = 8 << 20
 _BACKLOG = 64
 """Connections waiting for the daemon: one server makes one, and again after a break."""
 _LOG_TAIL_BYTES = 2000
+_DAEMON_OPTIONS = "mode=0700,size=64k,nr_inodes=32"
+"""Of the daemon's directory, for a socket and a configuration of 4 KiB: who has taken a daemon over fills no disk of
+the host's with it, nor leaves a tree there that cannot be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +162,34 @@ class Environment:
         return listener
 
     def connect(self) -> socket.socket:
-        """Connect to the daemon, without blocking. :class:`OSError` as connect(2) gives it."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
+        """Connect to the daemon, without blocking. :class:`OSError` as connect(2) gives it.
+
+        What a sandbox has put in the socket's place is not followed.
+        """
+        descriptor = os.open(self.endpoint, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            with _directory(self.endpoint.parent) as base:
-                connection.connect(f"{base}/{self.endpoint.name}")
-        except OSError:
-            connection.close()
-            raise
-        return connection
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            try:
+                connection.connect(f"/proc/self/fd/{descriptor}")
+            except OSError:
+                connection.close()
+                raise
+            return connection
+        finally:
+            os.close(descriptor)
+
+    def has_socket(self) -> bool:
+        """Whether something stands where the daemon binds its socket."""
+        return os.path.lexists(self.endpoint)
 
     def make_daemon(self, config: bytes) -> None:
         """Make the directory that the daemon binds its socket in, and in it the configuration that it reads."""
         self.daemon.mkdir(mode=0o700, exist_ok=True)
-        self.endpoint.unlink(missing_ok=True)
+        flags = mounts.MS_NOSUID | mounts.MS_NODEV
+        mounts.mount("tmpfs", self.daemon, "tmpfs", flags, _DAEMON_OPTIONS)
         write_private(self.daemon / "config", config)
 
     def write_bundle(self, config: dict[str, Any]) -> None:
@@ -306,7 +323,8 @@ class Environment:
 def write_private(path: Path, content: bytes) -> None:
     """Write a file of mode 0600 so that a crash leaves the old one, the new one or none, but never half."""
     aside = path.with_name(f".{path.name}.new")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()

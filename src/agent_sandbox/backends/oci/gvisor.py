@@ -162,7 +162,7 @@ class GvisorBackend(OciBackend):
             try:
                 if await self._thread(self._runsc.is_paused, name):
                     await self._runsc.resume(name)
-                if not await self._thread(self._places.environment(id).endpoint.exists):
+                if not await self._thread(self._places.environment(id).has_socket):
                     await self._runsc.signal(name, _LISTEN_SIGNAL)
             except BackendError as error:
                 _log.error("environment %s was held when its server ended and does not go on: %s", id, error.message)
@@ -243,7 +243,7 @@ class GvisorBackend(OciBackend):
     async def _listen_again(self, id: str, listens: asyncio.Event) -> None:
         try:
             await self._resume(id)
-            if await self.is_running(id) and not self._places.environment(id).endpoint.exists():
+            if await self.is_running(id) and not self._places.environment(id).has_socket():
                 await self._runsc.signal(CONTAINER_PREFIX + id, _LISTEN_SIGNAL)
         except SandboxError as error:
             _log.error("environment %s: its daemon could not be told to listen: %s", id, error.message)
