@@ -183,3 +183,39 @@ async def test_a_server_that_shuts_down_lets_the_next_one_go_on(server: Server) 
     await server.start()
     assert len(await automatic(server, sandbox)) == 1
     await is_tidy(server, sandbox)
+
+
+@pytest.mark.parametrize("is_destroyed", [False, True])
+async def test_one_that_is_being_written_is_not_written_after_later_ones(
+    server: Server, monkeypatch: pytest.MonkeyPatch, is_destroyed: bool
+) -> None:
+    sandbox, snapshot = await changed(server)
+    state = server.manager._fleet.state
+    put, arrived, go = state.put_automatic, asyncio.Event(), asyncio.Event()
+
+    async def late(record: SnapshotRecord) -> list[SnapshotRecord]:
+        if not arrived.is_set():
+            arrived.set()
+            await go.wait()
+        return await put(record)
+
+    monkeypatch.setattr(state, "put_automatic", late)
+    await server.manager.rollback(sandbox.id, snapshot.id)
+    await arrived.wait()
+    for text in (b"second", b"third"):
+        await server.manager.write_file(sandbox.id, "f", text, 0o644)
+        await server.manager.rollback(sandbox.id, snapshot.id)
+    if is_destroyed:
+        destroying = asyncio.create_task(server.manager.destroy(sandbox.id))
+    await asyncio.sleep(0.2)
+    go.set()
+    if is_destroyed:
+        await destroying
+        await server.manager.settle()
+        assert await server.manager.list_snapshots(auto=True) == [snapshot]
+        assert kept_states(server.settings) == {snapshot.id}
+        return
+    (undo,) = await automatic(server, sandbox)
+    await is_tidy(server, sandbox)
+    await server.manager.rollback(sandbox.id, undo.id)
+    assert await read(server, sandbox) == b"third"

@@ -95,8 +95,8 @@ class Parking:
 
     async def _keep(self, entry: Entry, env_id: str, earlier: asyncio.Task[None] | None) -> None:
         try:
-            if earlier is not None and not earlier.done():
-                await asyncio.wait([earlier])
+            if earlier is not None and not earlier.done():  # also when this is given up: a third one waits for both
+                await uninterrupted(asyncio.wait([earlier]))
             await self._take(entry, env_id)
         except SandboxError as error:
             if entry.closing:
