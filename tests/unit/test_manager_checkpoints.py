@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_sandbox.backends.fake import FakeBackend
-from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, UnsupportedError
+from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, UnsupportedError
 from agent_sandbox.manager import CommandOptions, CreateOptions, ForkOptions, Manager, SandboxRecord
 from agent_sandbox.manager.state import StateStore
 from agent_sandbox.types import ExecOutput
@@ -286,3 +286,28 @@ async def test_a_merge_takes_no_processes_along(world: World) -> None:
     assert merged.outcome == "merged"
     assert await world.manager.list_execs(sandbox.id) == []
     assert await world.manager.read_file(sandbox.id, "theirs") == b"2"
+
+
+async def test_a_snapshot_that_is_deleted_before_it_is_restored_is_gone_not_damaged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, _ = await world.counting()
+    stand = world.manager._fleet.workspaces.stand
+
+    for memory in (True, False):
+        snapshot = await world.manager.snapshot(sandbox.id, memory=True)
+
+        async def after(env_id: str, commit: str, id: str = snapshot.id, late: bool = memory) -> None:
+            if late:
+                await stand(env_id, commit)
+            await world.manager.delete_snapshot(id)
+            if not late:  # nothing is at its state any more
+                await world.manager.write_file(sandbox.id, "later", b"1", 0o644)
+                await world.manager.snapshot(sandbox.id)
+                await stand(env_id, commit)
+
+        monkeypatch.setattr(world.manager._fleet.workspaces, "stand", after)
+        with pytest.raises(NotFoundError, match=snapshot.id):
+            await world.manager.fork(snapshot.id, ForkOptions(memory=memory))
+    await world.manager.settle()
+    assert await world.kept.list_ids() == [sandbox.env_id]

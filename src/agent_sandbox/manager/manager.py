@@ -534,18 +534,31 @@ class Manager(Commands, Files, Projects):
         memory: bool,
     ) -> None:
         if origin is not None:
-            await self._fleet.workspaces.stand(env_id, origin.commit)
+            try:
+                await self._fleet.workspaces.stand(env_id, origin.commit)
+            except NotFoundError:
+                await self._require_there(origin)
+                raise
             self._fleet.workspaces.know(origin.commit, origin.data_bytes)
         if origin is None:
             await backend.create(env_id, spec)
         elif memory and origin.snapshot is not None:
-            async with self._fleet.checkpoints.use(origin.snapshot) as place:
-                try:
-                    await keeping(backend, self._fleet.workspaces).resume(env_id, spec, origin.commit, place)
-                except ConflictError as error:
-                    raise unusable(origin.snapshot.id, error.message) from error
+            try:
+                async with self._fleet.checkpoints.use(origin.snapshot) as place:
+                    try:
+                        await keeping(backend, self._fleet.workspaces).resume(env_id, spec, origin.commit, place)
+                    except ConflictError as error:
+                        raise unusable(origin.snapshot.id, error.message) from error
+            except ConflictError:
+                await self._require_there(origin)
+                raise
         else:
             limit = max(self._settings.max_snapshot_bytes, origin.data_bytes)
             await keeping(backend, self._fleet.workspaces).begin(env_id, spec, origin.commit, limit)
         if not await backend.is_running(env_id):
             raise BackendError("the new sandbox ended right after its start")
+
+    async def _require_there(self, origin: Origin) -> None:
+        """Say so where what is missing was deleted meanwhile."""
+        if origin.snapshot is not None:
+            await self._fleet.state.get_snapshot(origin.snapshot.id)
