@@ -14,10 +14,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from agent_sandbox.errors import ConflictError, InvalidRequestError, LimitExceededError
+from agent_sandbox.errors import ConflictError, InvalidRequestError, LimitExceededError, NotFoundError
 from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.records import SnapshotRecord
@@ -99,7 +100,12 @@ class Projects(Merging):
         """Give the projects by name, each with its newest layer."""
 
         def look(store: Store) -> list[ProjectRecord]:
-            return [_look(store, project.name, 1) for project in store.projects() if project.name != PROJECT]
+            found = []
+            for project in store.projects():
+                if project.name != PROJECT:
+                    with suppress(NotFoundError):  # removed since
+                        found.append(_look(store, project.name, 1))
+            return found
 
         with self._active():
             return await self._fleet.workspaces.ask(look)
@@ -133,7 +139,8 @@ class Projects(Merging):
                 commit = require_commit(taken)
                 return await self._fleet.workspaces.ask(lambda store: _publish(store, name, commit))
             finally:
-                await self.delete_snapshot(taken.id)
+                with suppress(NotFoundError):  # whoever saw it in a list may have removed it
+                    await self.delete_snapshot(taken.id)
 
     async def snapshot(self, id: str, name: str | None = None) -> SnapshotRecord:
         """Take a snapshot; see the manager."""
@@ -178,9 +185,10 @@ def _check_free(store: Store, name: str) -> None:
 
 
 def _look(store: Store, name: str, limit: int) -> ProjectRecord:
-    found = next((project for project in store.projects() if project.name == name), None)
     layers = deque(store.layers(name), maxlen=limit)
-    assert found is not None, "listing its layers says when there is none"
+    found = next((project for project in store.projects() if project.name == name), None)
+    if found is None or not layers:
+        raise NotFoundError(f"project {name!r} was removed meanwhile")
     shown = tuple(_shown(store, layer) for layer in reversed(layers))
     return ProjectRecord(name, found.created_ns / 1e9, layers[-1].number + 1, shown)
 
@@ -199,5 +207,7 @@ def _publish(store: Store, name: str, commit: str) -> Published:
             f" the sandbox first (agent-sandbox merge SANDBOX {name}@{last.number}), then add the sandbox",
             details={"layer": last.number, "commit": last.commit.hex()},
         )
-    layer = next(layer for layer in store.layers(name) if layer.commit == done.commit)
+    layer = next((layer for layer in store.layers(name) if layer.commit == done.commit), None)
+    if layer is None:
+        raise NotFoundError(f"project {name!r} was removed meanwhile")
     return Published("up_to_date" if isinstance(done, UpToDate) else "created", _shown(store, layer))

@@ -18,7 +18,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from agent_sandbox.errors import InvalidRequestError
+from agent_sandbox.errors import InvalidRequestError, NotFoundError
 from agent_sandbox.manager.history import History, require_commit
 from agent_sandbox.manager.records import SnapshotRecord
 from agent_sandbox.manager.workspaces import PROJECT
@@ -75,7 +75,9 @@ def check_project(name: str) -> str:
 
 def newest(store: Store, project: str) -> Layer:
     """Give the last layer of a project, which has at least the one that it was made with."""
-    return deque(store.layers(project), maxlen=1)[0]
+    for layer in deque(store.layers(project), maxlen=1):
+        return layer
+    raise NotFoundError(f"project {project!r} was removed meanwhile")
 
 
 def _find(store: Store, text: str | None, project: str | None) -> tuple[str, str, str | None]:

@@ -20,8 +20,9 @@ The rules
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after a start and after something was removed.
 * Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
-  ``_STALL_SECONDS`` loses his. So have comparisons, which take as long as a sandbox's files make them, and workspaces
-  that a sandbox sends by itself: no snapshot of a held workspace waits for any of them.
+  ``_STALL_SECONDS`` loses his. So have archives that come, at their sender's, comparisons, which take as long as a
+  sandbox's files make them, and workspaces that a sandbox sends by itself: no snapshot of a held workspace waits for
+  any of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -145,6 +146,8 @@ class Workspaces:
         self._archives = ThreadPoolExecutor(_THREADS, thread_name_prefix="archive")
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="history")
         self._paced = ThreadPoolExecutor(_THREADS, thread_name_prefix="export")
+        self._uploads = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
+        self._turns = asyncio.Semaphore(_THREADS)
         self._store: Store | None = None
         self._checkouts: Checkouts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -182,6 +185,7 @@ class Workspaces:
         self._archives.shutdown(wait=False)
         self._readers.shutdown(wait=False)
         self._paced.shutdown(wait=False)
+        self._uploads.shutdown(wait=False)
 
     # ---- snapshots -------------------------------------------------------------------------------------------------
 
@@ -310,7 +314,7 @@ class Workspaces:
             if self._stopping.is_set():
                 raise BackendError("the server is shutting down")
 
-        return await self._run(lambda: work(self._opened(), progress), self._archives)
+        return await self._run(lambda: work(self._opened(), progress), self._uploads)
 
     def littered(self) -> None:
         """Note that something was removed, so that gc has something to do."""
@@ -541,14 +545,15 @@ class Workspaces:
             keep(taken)
             return taken
 
-        work = asyncio.ensure_future(self._run(commit, self._paced if workspace.paced else None))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            given_up.set()
-            with suppress(Exception):
-                await uninterrupted(_ended(work))
-            raise
+        async with self._turns if workspace.paced else nullcontext():  # who waits for a thread can still give up
+            work = asyncio.ensure_future(self._run(commit, self._paced if workspace.paced else None))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                given_up.set()
+                with suppress(Exception):
+                    await uninterrupted(_ended(work))
+                raise
 
     async def _run(self, work: Callable[[], _T], threads: ThreadPoolExecutor | None = None) -> _T:
         async def run() -> _T:
