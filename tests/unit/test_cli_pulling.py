@@ -227,6 +227,7 @@ def test_a_damaged_archive_changes_nothing(here: Path, trip: Trip) -> None:
         ("sub/.git/hooks/pre-commit", True),
         (".git/modules/a/b/config", True),
         (".git/worktrees/w/config.worktree", True),
+        (".git/rebase-merge/git-rebase-todo", True),
         (".git/refs/heads/config", False),
         (".git/objects/ab/cd", False),
         (".git/HEAD", False),

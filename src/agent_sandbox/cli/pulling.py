@@ -36,7 +36,8 @@ from agent_sandbox.cli.unpacking import Received, received, stays_inside
 from agent_sandbox.errors import PayloadTooLargeError
 
 Kind = Literal["added", "removed", "modified", "type", "metadata"]
-_PROGRAMS = {"hooks", "config", "config.worktree", "commondir"}
+_PROGRAMS = {"hooks", "config", "config.worktree", "commondir", "rebase-merge"}
+"""The last is a rebase under way, whose list may name programs too."""
 _REPOSITORIES = ({"head", "objects", "refs"}, {"head", "commondir"})
 """What git takes a directory for its own by, whatever it is called (gitrepository-layout(5)): all of one of these."""
 FILE, DIRECTORY, LINK, OTHER = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, 0
