@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from agent_sandbox.cli import local_server
 from agent_sandbox.cli.exit_codes import LocalServerError, NeedsRootError
-from agent_sandbox.cli.serve import serve
+from agent_sandbox.cli.serve import OneLine, serve
 from agent_sandbox.config import default_data_dir
 from agent_sandbox.errors import ConflictError, ForbiddenError, InvalidRequestError
 from agent_sandbox.manager.state import DataLock
@@ -135,3 +136,10 @@ def test_no_server_is_started_beside_the_local_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(local_server, "answers", lambda path: True)
     with pytest.raises(ConflictError, match="serve --stop"):
         serve(insecure_no_auth=True)
+
+
+def test_no_name_that_is_logged_forges_a_line_or_speaks_to_the_terminal() -> None:
+    forged = logging.LogRecord("x", logging.WARNING, "", 0, "no file %s", ("a\nINFO all is well\x1b[2J\udcff",), None)
+    assert OneLine("%(levelname)s %(message)s").format(forged) == (
+        "WARNING no file a\\nINFO all is well\\x1b[2J\\udcff"
+    )

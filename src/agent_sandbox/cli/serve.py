@@ -74,11 +74,21 @@ def serve(
         )
     from agent_sandbox.server import run
 
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request to a Docker engine
     # A terminal that goes away ends the server as SIGTERM does: in order.
     signal.signal(signal.SIGHUP, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
     run.serve(settings, uds=unix)
+
+
+class OneLine(logging.Formatter):
+    """What is logged in one line, whatever names it tells: those of a sandbox's files may hold lines and escapes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Format a record, but for its traceback."""
+        return output.plain(super().formatMessage(record))
 
 
 def openapi() -> None:
