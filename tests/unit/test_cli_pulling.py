@@ -300,6 +300,27 @@ def test_a_repository_that_is_there_keeps_its_configuration(here: Path) -> None:
         assert [name for name, _ in pull.left_out] == [".bare/config"]
 
 
+def test_a_link_put_in_place_of_what_is_written_changes_nothing_behind_it(
+    here: Path, tmp_path: Path, trip: Trip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root writes into a directory that is somebody else's, who exchanges the unfinished file for a link."""
+    victim = tmp_path / "beside"
+    victim.chmod(0o600)
+
+    def exchange(name: str, *_: int, dir_fd: int, follow_symlinks: bool) -> None:
+        assert not follow_symlinks
+        os.unlink(name, dir_fd=dir_fd)
+        os.symlink(victim, name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "chown", exchange)
+    (trip.copy / "text").write_text("new")
+    (trip.copy / "text").chmod(0o777)
+    trip.back()
+    trip.write()
+    assert victim.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_signal_leaves_each_change_whole(here: Path, trip: Trip) -> None:
     for name in ("text", "kept", "tool"):
         (trip.copy / name).write_text(f"new {name}")

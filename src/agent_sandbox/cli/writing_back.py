@@ -239,11 +239,8 @@ def _own(parent: int, name: str, old: Sent | None) -> None:
     if os.geteuid() != 0:
         return
     owner = os.fstat(parent) if old is None else old.stat
-    mode = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
     with suppress(OSError):  # a file system without owners, or one that root is nobody on
         os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
-    if stat.S_ISREG(mode):
-        os.chmod(name, stat.S_IMODE(mode) & 0o777, dir_fd=parent)
 
 
 def _require_as_sent(parent: int, name: str, step: Step) -> None:
