@@ -233,6 +233,21 @@ async def test_an_unreadable_record_never_costs_a_workspace(
         await manager.create(CreateOptions())
 
 
+async def test_what_was_kept_for_an_unreadable_record_goes_with_it(server: Server) -> None:
+    sandbox = await server.manager.create(CreateOptions())
+    snapshot = await server.manager.snapshot(sandbox.id)
+    await server.manager.rollback(sandbox.id, snapshot.id)
+    assert len(await server.manager.list_snapshots(auto=True)) == 2
+    await server.manager.settle()
+    await server.crash()
+    edit(server, "UPDATE sandboxes SET record = '{}' WHERE id = ?", sandbox.id)
+    manager = await server.start()
+    assert len(await manager.list_snapshots(auto=True)) == 2
+    await manager.destroy(sandbox.id)
+    assert await manager.list_snapshots(auto=True) == [snapshot]
+    assert kept_states(server.settings) == {snapshot.id}
+
+
 async def test_an_unreadable_snapshot_keeps_its_state(server: Server) -> None:
     sandbox = await server.manager.create(CreateOptions())
     snapshot = await server.manager.snapshot(sandbox.id)
@@ -403,6 +418,48 @@ async def test_another_backend_that_is_down_is_waited_for(tmp_path: Path, caplog
         await manager.destroy(sandbox.id)
     finally:
         await manager.close()
+
+
+async def test_what_was_kept_for_a_sandbox_that_is_gone_goes_when_its_backend_comes_up(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "data", backends=("fake", "second"))
+    first, second = FakeBackend(settings), Second(settings)
+    manager = Manager(settings, {"fake": first, "second": second})
+    await manager.start()
+    sandbox = await manager.create(CreateOptions(backend="second"))
+    snapshot = await manager.snapshot(sandbox.id)
+    await manager.rollback(sandbox.id, snapshot.id)
+    assert len(await manager.list_snapshots(auto=True)) == 2
+    await manager.settle()
+    await manager.close()
+    for id in await second.list_ids():
+        await second.destroy(id)
+    second.failures["start"] = [BackendError("start the engine")]
+    manager = Manager(settings, {"fake": first, "second": second})
+    await manager.start()
+    try:
+        await manager._fleet._sweep()
+        await manager.settle()
+        assert await manager.list_sandboxes() == []
+        assert await manager.list_snapshots(auto=True) == [snapshot]
+        assert kept_states(settings) == {snapshot.id}
+    finally:
+        await manager.close()
+
+
+async def test_orphans_that_two_sweeps_meet_are_removed_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """The later one comes to them when the earlier one has removed them."""
+    fleet = server.manager._fleet
+    fleet._orphans |= {f"sborphan-{number}": "fake" for number in range(10)}
+    arrived = server.wire.hold("destroy")
+    with caplog.at_level(logging.DEBUG, "agent_sandbox.manager.tasks"):
+        fleet._start_removals()
+        await arrived.wait()
+        fleet._start_removals()
+        del fleet._orphans["sborphan-9"]  # as the earlier one does in the end
+        server.wire.free("destroy")
+        await server.manager.settle()
+    assert fleet._orphans == {}
+    assert "remove orphans" not in caplog.text
 
 
 async def test_a_default_that_is_down_stops_no_other(tmp_path: Path) -> None:

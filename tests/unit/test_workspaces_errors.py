@@ -12,6 +12,7 @@ from agent_sandbox.errors import (
     LimitExceededError,
     NotFoundError,
     PayloadTooLargeError,
+    StoreBusyError,
     StoreFullError,
 )
 from agent_sandbox.manager import workspaces as module
@@ -211,3 +212,59 @@ async def test_what_was_removed_before_a_kill_is_collected(tmp_path: Path, monke
             await later.ask(lambda store: store.resolve(taken.commit))
     finally:
         await later.close()
+
+
+@pytest.mark.parametrize("error", [StoreBusyError, StoreFullError])
+async def test_what_gc_or_a_full_disk_keeps_from_being_removed_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error("not now")
+
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    try:
+        taken = await workspaces.take(
+            "sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20
+        )
+        await workspaces.stand("sandbox-2", taken.commit)
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(Store, "unpin", fail)
+            meanwhile.setattr(Store, "delete", fail)
+            await workspaces.drop("snapshot")
+            await workspaces.gone("sandbox-1")
+            await workspaces.gone("sandbox-2")
+            await workspaces.tidy()
+        await workspaces.tidy()
+        assert await workspaces.ask(lambda store: list(store.pins())) == []
+        assert await workspaces.ask(lambda store: [ref.name for ref in store.refs("sandboxes")]) == ["main"]
+    finally:
+        await workspaces.close()
+
+
+async def test_a_server_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody could make room; what is left over goes with a later start."""
+
+    def fail(*_: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    await workspaces.take("sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20)
+    await workspaces.close()
+    later = Workspaces(tmp_path, 1 << 30, no_layers)
+    with monkeypatch.context() as full:
+        for name in ("unpin", "delete", "forget"):
+            full.setattr(Store, name, fail)
+        await later.start([], [])
+    await later.close()
+    last = Workspaces(tmp_path, 1 << 30, no_layers)
+    await last.start([], [])
+    try:
+        assert await last.ask(lambda store: list(store.pins())) == []
+    finally:
+        await last.close()

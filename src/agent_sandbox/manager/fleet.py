@@ -369,11 +369,12 @@ class Fleet:
             await asyncio.wait(set(entry.retiring))
 
     async def _remove_orphan(self, env_id: str) -> None:
-        if env_id in self._removing:
+        name = self._orphans.get(env_id)
+        if name is None or env_id in self._removing:  # it was in the list of an earlier sweep too
             return
         self._removing.add(env_id)
         try:
-            await self.backend(self._orphans[env_id]).destroy(env_id)
+            await self.backend(name).destroy(env_id)
             await self.workspaces.gone(env_id)
             del self._orphans[env_id]
         except SandboxError as error:
@@ -385,11 +386,18 @@ class Fleet:
         """Destroy what is behind a record that cannot be read, then the record, because its owner asked for it."""
         row = self.unreadable[id]
         backend = self.backend(row.backend)
-        for env_id in await backend.list_ids():
-            if _belongs(env_id, row):
-                await backend.destroy(env_id)
+        gone = [env_id for env_id in await backend.list_ids() if _belongs(env_id, row)]
+        for env_id in gone:
+            await backend.destroy(env_id)
         await self.state.delete_sandbox(id)
         self.unreadable.pop(id, None)
+        await self._clear(gone)
+
+    async def _clear(self, environments: Iterable[str]) -> None:
+        """Let go of what was kept for sandboxes whose rows went without :meth:`begin_destroy`."""
+        for env_id in environments:
+            await self.workspaces.gone(env_id)
+        await self.parking.sweep({*self.entries, *self.unreadable})
 
     # Start and sweep
 
@@ -399,6 +407,7 @@ class Fleet:
         await backend.start()
         listed = set(await backend.list_ids())
         del self._down[name]
+        gone: set[str] = set()
         for entry in [entry for entry in self.entries.values() if entry.record.backend == name]:
             if entry.state == "destroying":
                 self.begin_destroy(entry, in_turn=True)
@@ -406,6 +415,9 @@ class Fleet:
                 log.warning("sandbox %s is gone: its environment was removed while no server ran", entry.record.id)
                 await self.state.delete_sandbox(entry.record.id)
                 del self.entries[entry.record.id]
+                gone |= {entry.record.env_id, entry.record.parked or entry.record.env_id} - listed
+        if gone and self.workspaces.is_open:  # else opening them sees to that
+            await self._clear(gone)
         mine = [entry for entry in self.entries.values() if entry.record.backend == name]
         await self._each([entry for entry in mine if entry.state == "running"], self._find_again)
         for entry in mine:

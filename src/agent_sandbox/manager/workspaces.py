@@ -155,6 +155,7 @@ class Workspaces:
         self._syncing: asyncio.Task[None] | None = None
         self._garbage = False
         self._collected = 0.0
+        self._late: dict[str, Callable[[], None]] = {}
         self._totals: OrderedDict[str, int] = OrderedDict()
 
     @property
@@ -247,7 +248,7 @@ class Workspaces:
                         store.unpin(snapshot_id)
                 self._garbage = True
 
-        await self._run(drop)
+        await self._let_go(snapshot_id, drop)
 
     async def stand(self, env_id: str, commit: str) -> None:
         """Keep the state that an environment is going to begin with, until :meth:`gone`; snapshots of it may go."""
@@ -293,9 +294,17 @@ class Workspaces:
                 self._garbage = True
 
         try:
-            await self._run(remove)
+            await self._let_go(env_id, remove)
         except SandboxError as error:
             log.warning("the history of environment %s goes with the next start: %s", env_id, error)
+
+    async def _let_go(self, name: str, work: Callable[[], None]) -> None:
+        """Remove what no row names; where gc or a full disk is in the way, :meth:`tidy` does it again."""
+        try:
+            await self._run(work)
+        except (StoreBusyError, LimitExceededError) as error:
+            log.warning("the states of %s go later: %s", name, error)
+            self._late[name] = work
 
     # ---- history ---------------------------------------------------------------------------------------------------
 
@@ -447,6 +456,9 @@ class Workspaces:
                 await self._run(self._checkouts.tidy)
             except BackendError as error:
                 log.warning("no checkout is removed: %s", error)
+        late, self._late = self._late, {}
+        for name, work in late.items():
+            await self._let_go(name, work)
         if self._garbage and time.monotonic() - self._collected > _GC_SECONDS:
             self._garbage, self._collected = False, time.monotonic()
             try:
@@ -470,7 +482,8 @@ class Workspaces:
                 with suppress(NotFoundError, StoreError):
                     if "-" not in pin.name:  # a snapshot: what follows it is no reason to keep its files
                         store.forget(pin.commit.hex())
-                store.unpin(pin.name)
+                with suppress(StoreFullError):  # the next start does it: only a server that runs can make room
+                    store.unpin(pin.name)
                 self._garbage = True
         names = {ref.name for ref in store.refs(PROJECT)} - {"main"}
         for id in environments:
@@ -478,7 +491,8 @@ class Workspaces:
             if older in names and id not in names:
                 store.fork(f"{PROJECT}:{older}", f"{PROJECT}:{id}")
         for name in names.difference(environments):
-            store.delete(f"{PROJECT}:{name}")
+            with suppress(StoreFullError):
+                store.delete(f"{PROJECT}:{name}")
             self._garbage = True
 
     def _open_checkouts(self) -> None:
