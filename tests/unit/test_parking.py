@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.errors import BackendError, NotFoundError
-from agent_sandbox.manager import CreateOptions
+from agent_sandbox.manager import CreateOptions, ForkOptions
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from tests.unit.manager_harness import Server, kept_states, serving
 
@@ -219,3 +219,37 @@ async def test_one_that_is_being_written_is_not_written_after_later_ones(
     await is_tidy(server, sandbox)
     await server.manager.rollback(sandbox.id, undo.id)
     assert await read(server, sandbox) == b"third"
+
+
+async def test_a_merge_does_not_park_again_what_was_let_go_meanwhile(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, snapshot = await changed(server)
+    fork = await server.manager.fork(snapshot.id, ForkOptions())
+    await server.manager.write_file(fork.id, "g", b"theirs", 0o644)
+    theirs = await server.manager.snapshot(fork.id)
+    keeping = server.wire.hold("export_workspace", sandbox.env_id)
+    await server.manager.rollback(sandbox.id, snapshot.id)
+    await keeping.wait()
+    await server.manager.write_file(sandbox.id, "h", b"ours", 0o644)
+    making = server.wire.hold("create", f"{sandbox.id}-3")
+    merging = asyncio.create_task(server.manager.merge(sandbox.id, theirs.id))
+    await making.wait()
+
+    state = server.manager._fleet.state
+    put, arrived, go = state.put_sandbox, asyncio.Event(), asyncio.Event()
+
+    async def late(record: SandboxRecord, environments: int) -> None:
+        arrived.set()
+        await go.wait()
+        await put(record, environments)
+
+    monkeypatch.setattr(state, "put_sandbox", late)
+    server.wire.free("export_workspace")
+    await arrived.wait()
+    server.wire.free("create")
+    await asyncio.sleep(0.3)
+    go.set()
+    assert (await merging).outcome == "merged"
+    await server.manager.destroy(fork.id)
+    await is_tidy(server, sandbox)

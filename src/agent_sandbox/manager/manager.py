@@ -387,8 +387,8 @@ class Manager(Commands, Files, Projects):
                     source_snapshot_id=snapshot.id,
                     commit=snapshot.commit,
                     commit_bytes=snapshot.size_bytes,
-                    parked=old if ready is None else entry.record.parked,
                     running=True,
+                    **({"parked": old} if ready is None else {}),
                 )
             )
             entry.kept.clear()
