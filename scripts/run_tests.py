@@ -79,7 +79,8 @@ class Part:
             ],
             setsid=True,
             setsigmask=[],
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them; its children need not
+            # Python ignores the first two, and a shell the others of what it starts in the background.
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
         )
         say(f"{self.name}: begins; its output is in {self.log.relative_to(ROOT)}")
 
