@@ -268,3 +268,26 @@ async def test_a_server_starts_on_a_full_disk(tmp_path: Path, monkeypatch: pytes
         assert await last.ask(lambda store: list(store.pins())) == []
     finally:
         await last.close()
+
+
+async def test_what_is_removed_while_a_server_starts_does_not_stay(tmp_path: Path) -> None:
+    """Sandboxes that were being destroyed go on being that, beside the opening of the store."""
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    workspaces = Workspaces(tmp_path, 1 << 30, no_layers)
+    await workspaces.start([], ["sandbox-1"])
+    taken = await workspaces.take(
+        "sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20
+    )
+    await workspaces.stand("sandbox-1", taken.commit)
+    await workspaces.close()
+    later = Workspaces(tmp_path, 1 << 30, no_layers)
+    await later.drop("snapshot")
+    await later.gone("sandbox-1")
+    await later.start(["snapshot"], ["sandbox-1"])  # as rows were a moment before
+    try:
+        await later.tidy()
+        assert await later.ask(lambda store: list(store.pins())) == []
+        assert await later.ask(lambda store: [ref.name for ref in store.refs("sandboxes")]) == ["main"]
+    finally:
+        await later.close()

@@ -281,11 +281,8 @@ class Workspaces:
     async def gone(self, env_id: str) -> None:
         """Note that an environment is no more; snapshots of it stay."""
 
-        store = self._store
-        if store is None:
-            return
-
         def remove() -> None:
+            store = self._opened()
             with suppress(NotFoundError):
                 store.unpin(env_id)
                 self._garbage = True
@@ -299,7 +296,10 @@ class Workspaces:
             log.warning("the history of environment %s goes with the next start: %s", env_id, error)
 
     async def _let_go(self, name: str, work: Callable[[], None]) -> None:
-        """Remove what no row names; where gc or a full disk is in the way, :meth:`tidy` does it again."""
+        """Remove what no row names, now or in :meth:`tidy`: gc or a full disk may be in the way, or it is not open yet."""
+        if self._store is None:  # a removal at start, of what :meth:`start` was perhaps told to keep
+            self._late[name] = work
+            return
         try:
             await self._run(work)
         except (StoreBusyError, LimitExceededError) as error:
