@@ -296,7 +296,7 @@ class Workspaces:
             log.warning("the history of environment %s goes with the next start: %s", env_id, error)
 
     async def _let_go(self, name: str, work: Callable[[], None]) -> None:
-        """Remove what no row names, now or in :meth:`tidy`: gc or a full disk may be in the way, or it is not open yet."""
+        """Remove what no row names, now or in :meth:`tidy`: gc or a full disk may be in the way, or the start."""
         if self._store is None:  # a removal at start, of what :meth:`start` was perhaps told to keep
             self._late[name] = work
             return
