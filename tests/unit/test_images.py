@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError, SandboxError
+from agent_sandbox.backends.oci import OciBackend
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+)
 from agent_sandbox.images import ImageInfo, ImageStore
 from agent_sandbox.images.digest import summarize
 from agent_sandbox.images.references import Reference, parse_reference
@@ -81,6 +90,22 @@ def test_a_tar_becomes_an_image(store: ImageStore, put: Callable[..., Path]) -> 
     assert not (root / "dev/null").exists()
     assert {phase for phase, _, _ in seen} == {"read", "digest"}
     assert info.file_bytes == 9 * 2 + 29 + 300_000
+
+
+async def test_an_allowed_name_leads_to_no_content_of_one_that_is_not(tmp_path: Path, put: Callable[..., Path]) -> None:
+    """A digest is content whatever name stands before it, and names are what is allowed."""
+    backend = OciBackend(Settings(data_dir=tmp_path / "data", allowed_images=("team/*",)))
+    images = ImageStore(tmp_path / "data")
+    old = images.import_image("team/tools:1", put(ORDINARY)).digest
+    other = images.import_image("secret/tools:1", put(ORDINARY[:2], "other.tar")).digest
+    for name in ("team/tools", "team/any:1"):
+        assert (await backend.resolve_image(f"{name}@{old}")).digest == old
+        with pytest.raises(ForbiddenError, match="ALLOWED_IMAGES"):
+            await backend.resolve_image(f"{name}@{other}")
+    images.import_image("team/tools:1", put(ORDINARY[:1], "new.tar"))
+    assert (await backend.resolve_image(f"team/tools:1@{old}")).digest == old, "what lost its name stays pinned"
+    assert (await backend.resolve_image(other)).digest == other, "as a snapshot asks for what it was made from"
+    await backend.close()
 
 
 def test_an_import_adds_what_a_sandbox_needs(store: ImageStore, put: Callable[..., Path], tmp_path: Path) -> None:

@@ -133,6 +133,10 @@ class ImageStore:
                 return info.digest
         return ""
 
+    def names(self, digest: str) -> list[str]:
+        """The names that lead to some content now."""
+        return sorted(name for name, value in self._names().items() if value == digest)
+
     def open(self, name: str, digest: str) -> ImageRoot:
         """The content to run: of ``digest``, or what ``name`` leads to where that is empty. :class:`NotFoundError`."""
         if not digest:

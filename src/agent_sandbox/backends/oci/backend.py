@@ -26,6 +26,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import fnmatch
 import logging
 import os
 import platform
@@ -68,6 +69,7 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
     ConflictError,
+    ForbiddenError,
     InvalidRequestError,
     NotFoundError,
     SandboxError,
@@ -190,7 +192,15 @@ class OciBackend(GuestBackend):
 
     async def resolve_image(self, name: str) -> ResolvedImage:
         async with translated("resolving the image"):
-            return await self._thread(self._images.resolve, name)
+            found = await self._thread(self._images.resolve, name)
+            names = await self._thread(self._images.names, found.digest) if "@" in name else []
+        # The digest counts, whatever the name before it says: that must be of an allowed name, or of none any more.
+        allowed = self._settings.allowed_images
+        if names and not any(fnmatch.fnmatchcase(own, glob) for own in names for glob in allowed):
+            raise ForbiddenError(
+                f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
+            )
+        return found
 
     # -- create --------------------------------------------------------------------------
 
