@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from agent_sandbox.manager import workspaces as module
 from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import Taken, Workspaces
 from agent_sandbox.store import Report, Store
+from agent_sandbox.store.catalog import Ref
 from agent_sandbox.store.outcomes import Left, LeftOut
 from agent_sandbox.types import HeldWorkspace
 
@@ -291,3 +294,30 @@ async def test_what_is_removed_while_a_server_starts_does_not_stay(tmp_path: Pat
         assert await later.ask(lambda store: [ref.name for ref in store.refs("sandboxes")]) == ["main"]
     finally:
         await later.close()
+
+
+async def test_a_removal_in_the_middle_of_the_opening_takes_nothing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    first = Workspaces(tmp_path, 1 << 30, no_layers)
+    await first.start([], ["sandbox-1"])
+    await first.take("sandbox-1", "snapshot", from_directory(HeldWorkspace(str(workspace), False)), 1 << 20)
+    await first.close()
+    later, loop, refs = Workspaces(tmp_path, 1 << 30, no_layers), asyncio.get_running_loop(), Store.refs
+
+    def refs_and_a_removal(store: Store, project: str) -> Iterator[Ref]:
+        found = list(refs(store, project))
+        asyncio.run_coroutine_threadsafe(later.gone("sandbox-1"), loop).result(30)
+        return iter(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "refs", refs_and_a_removal)
+        await later.start(["snapshot"], [])
+    try:
+        await later.tidy()
+        assert await later.ask(lambda store: [ref.name for ref in store.refs("sandboxes")]) == ["main"]
+    finally:
+        await later.close()
+    await later.close()  # as a server does whose start failed, and which closes it then

@@ -180,8 +180,9 @@ class Workspaces:
         if self._syncing is not None:
             self._syncing.cancel()
             await asyncio.wait([self._syncing])
-        if self._store is not None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._store.close)
+        store, self._store = self._store, None
+        if store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, store.close)
         self._threads.shutdown(wait=False)
         self._archives.shutdown(wait=False)
         self._readers.shutdown(wait=False)
@@ -473,7 +474,16 @@ class Workspaces:
     def _open(self, snapshots: Collection[str], environments: Collection[str]) -> None:
         # The last server may have been killed between a removal and gc. It need not come while all are starting.
         self._garbage, self._collected = self._path.exists(), time.monotonic()
-        store = self._store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
+        store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
+        try:
+            self._clear(store, snapshots, environments)
+        except BaseException:
+            store.close()
+            raise
+        self._store = store  # last: from now on what is removed meanwhile is removed here too
+
+    def _clear(self, store: Store, snapshots: Collection[str], environments: Collection[str]) -> None:
+        """Drop the names that no row leads to any more."""
         if PROJECT not in {project.name for project in store.projects()}:
             store.init(PROJECT)
         for pin in list(store.pins()):
