@@ -70,8 +70,12 @@ def meddle(campaign: Campaign) -> None:
 
 
 def test_what_is_lost_is_found(tmp_path: Path) -> None:
+    wanted = ("was acknowledged and cannot be restored", "was acknowledged: 404", " expires at ", "it ended with")
     with target(tmp_path) as server:
         campaign = Campaign(server, seed=4, meddle=meddle, settle_seconds=5)
-        campaign.run(3)
-    for text in ("was acknowledged and cannot be restored", "was acknowledged: 404", " expires at ", "it ended with"):
-        assert any(text in finding for finding in campaign.findings), (text, campaign.findings)
+
+        def missed() -> list[str]:
+            return [text for text in wanted if not any(text in finding for finding in campaign.findings)]
+
+        campaign.run(12, enough=lambda: not missed())  # how much there is to lose at a kill hangs on the machine
+    assert missed() == [], campaign.findings

@@ -74,12 +74,12 @@ class Campaign:
         self._meddle = meddle
         self._settle_seconds = settle_seconds
 
-    def run(self, kills: int, seconds: float = float("inf")) -> None:
-        """Kill so often, or until the time is over; then look at everything and remove it."""
+    def run(self, kills: int, seconds: float = float("inf"), enough: Callable[[], bool] = lambda: False) -> None:
+        """Kill so often, or until the time is over or it is ``enough``; then look at everything and remove it."""
         begun = time.monotonic()
         self.served.start()
         with ThreadPoolExecutor(WORKERS) as pool:
-            while self.kills < kills and time.monotonic() - begun < seconds:
+            while self.kills < kills and time.monotonic() - begun < seconds and not enough():
                 plan = Plan.draw(self._rng, list(self._ops), WORKERS)
                 started = time.monotonic()
                 self._load_and_kill(pool, plan)
