@@ -43,9 +43,10 @@ CASES: list[tuple[str, tuple[int, ...]]] = [
     *((PERSONALITY, (value,)) for value in (0, 8, 0x20000, 0x40000, 0xFFFFFFFF, 0x80000, 0x400000)),
 ]
 """Calls whose answer is a matter of their arguments."""
-LAUNCHER = dict.fromkeys(("name_to_handle_at", "open_tree_attr", "socketpair"), seccomp.EPERM)
+LAUNCHER = dict.fromkeys(("name_to_handle_at", "open_tree_attr", "socketpair", "mknod", "mknodat"), seccomp.EPERM)
 """What the launcher's filter answers otherwise than the profile: what a command may not and the daemon may, a call that
-is younger than the runtime's library and that the launcher knows by its number, and families that do not exist."""
+is younger than the runtime's library and that the launcher knows by its number, families that do not exist, and files
+that are devices (a mode of all bits is one)."""
 UNFILTERED = {"x86_64": (335, 336)}
 """The kernel's own return points of probes (uretprobe, uprobe): no filter is asked, and other callers get a signal."""
 YOUNG = {467: "open_tree_attr"}
