@@ -226,8 +226,9 @@ class BubblewrapBackend(GuestBackend):
         await asyncio.to_thread(box.remove)
 
     async def kill_guest(self, id: str) -> None:
-        await asyncio.to_thread(_Box(self._home / id).end)
-        monitor = self._monitors.pop(id, 0)
+        monitor = self._monitors.get(id, 0)
+        await asyncio.to_thread(_Box(self._home / id).end, monitor)
+        self._monitors.pop(id, None)
         if monitor:  # else an earlier server's: init has it
             await asyncio.to_thread(os.waitpid, monitor, 0)
 
@@ -352,10 +353,11 @@ class _Box:
             return 0
 
     @contextlib.contextmanager
-    def _process(self) -> Iterator[int | None]:
+    def _process(self, monitor: int = 0) -> Iterator[int | None]:
         """A descriptor of the first process, or None when it is gone.
 
-        Its number may be another's by now: only ours has our workspace among its mounts.
+        Its number may be another's by now: only ours has our workspace among its mounts. One that has not mounted
+        anything yet is known by its parent, the ``monitor``, where that is a child of this server.
         """
         pid = self.first()
         try:
@@ -367,7 +369,8 @@ class _Box:
         except OSError:
             mounts = ""
         try:
-            yield descriptor if f"/{self.directory.name}/workspace /workspace " in mounts else None
+            is_ours = f"/{self.directory.name}/workspace /workspace " in mounts or (monitor and _parent(pid) == monitor)
+            yield descriptor if is_ours else None
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -376,9 +379,9 @@ class _Box:
         with self._process() as process:
             return process is not None and not select.select([process], [], [], 0)[0]
 
-    def end(self) -> None:
+    def end(self, monitor: int) -> None:
         """Kill the first process, and with it all others. :class:`BackendError` when they are not gone in time."""
-        with self._process() as process:
+        with self._process(monitor) as process:
             if process is None:
                 return
             with contextlib.suppress(ProcessLookupError):
@@ -394,3 +397,11 @@ class _Box:
     def remove(self) -> None:
         """Remove the directory. rm(1) goes as deep as a hostile guest has made it, and follows no link."""
         subprocess.run(["rm", "-rf", "--one-file-system", "--", str(self.directory)], check=False)
+
+
+def _parent(pid: int) -> int:
+    """The number of a process's parent, 0 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
