@@ -134,7 +134,7 @@ KEPT = sorted((Path(__file__).resolve().parents[2] / "docs" / "conformance").glo
 
 
 def test_runs_of_every_built_in_configuration_are_kept() -> None:
-    assert {path.stem for path in KEPT} >= {"runc"}
+    assert {path.stem for path in KEPT} >= {"runc", "gvisor", "docker", "docker-runsc", "bubblewrap"}
 
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
