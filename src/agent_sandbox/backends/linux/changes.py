@@ -16,6 +16,10 @@ class Changes:
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    def __contains__(self, id: str) -> bool:
+        """Whether a change of ``id`` is under way."""
+        return id in self._tasks
+
     async def alone(self, id: str, change: Coroutine[Any, Any, None]) -> None:
         """Make a change of environment ``id`` while there is no other; cancelling this ends and awaits it.
 

@@ -33,7 +33,7 @@ import platform
 import re
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from typing import Any, TypeVar
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.linux import cgroups, seccomp
+from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
@@ -49,7 +50,7 @@ from agent_sandbox.backends.linux.overlay import MAX_LAYERS
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks, require_root
-from agent_sandbox.backends.linux.waiting import ended, settled
+from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.oci import bundle, idmap
 from agent_sandbox.backends.oci.building import (
     CONTAINER_PREFIX,
@@ -124,7 +125,7 @@ class OciBackend(GuestBackend):
         self.capabilities = self._capabilities(frozenset(), no_userns="not started", no_layers="")
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
         self._records: dict[str, Record] = {}
-        self._changing: dict[str, asyncio.Task[None]] = {}
+        self._changes = Changes()
         self._removals = Removals(self._clear)
 
     # -- the backend as a whole ------------------------------------------------------
@@ -237,31 +238,11 @@ class OciBackend(GuestBackend):
         if id in self._removals or self._places.environment(id).directory.exists():
             raise ConflictError(f"environment {id} exists already")
         try:
-            await self._alone(id, self._create(id, spec, layers, fill, source))
+            await self._changes.alone(id, self._create(id, spec, layers, fill, source))
         except asyncio.CancelledError:
             if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
             raise
-
-    async def _alone(self, id: str, change: Coroutine[Any, Any, None]) -> None:
-        """Make a change of environment ``id`` while there is no other; cancelling this ends and awaits it."""
-        if id in self._changing:
-            change.close()
-            raise ConflictError(f"environment {id} is being changed")
-        task = self._changing[id] = asyncio.create_task(change)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if task.cancelled() and (current is None or not current.cancelling()):
-                raise ConflictError(f"environment {id} was destroyed meanwhile") from None
-            task.cancel()
-            await ended(task)
-            if not task.cancelled():
-                task.exception()
-            raise
-        finally:
-            self._changing.pop(id, None)
 
     def _check(self, id: str, spec: SandboxSpec) -> None:
         if not _ID.fullmatch(id):
@@ -350,10 +331,7 @@ class OciBackend(GuestBackend):
     async def destroy(self, id: str) -> None:
         if not _ID.fullmatch(id):
             return
-        change = self._changing.get(id)
-        if change is not None:
-            change.cancel()
-            await ended(change)
+        await self._changes.end(id)
         async with translated("destroying the sandbox"):
             await settled(asyncio.ensure_future(self._end(id)))
         if id in await self.list_ids():
@@ -416,7 +394,7 @@ class OciBackend(GuestBackend):
         if id in self._removals:
             raise NotFoundError(f"there is no environment {id}")
         async with translated("stopping the sandbox"):
-            await self._alone(id, self._stop(id))
+            await self._changes.alone(id, self._stop(id))
 
     async def _stop(self, id: str) -> None:
         if await self.is_running(id):
@@ -438,7 +416,7 @@ class OciBackend(GuestBackend):
         if record.ids is not None and not self.capabilities.userns:
             raise UnsupportedError("userns", self.name, self.capabilities.notes["userns"])
         async with translated("starting the sandbox"):
-            await self._alone(id, self._start_again(record, workspace))
+            await self._changes.alone(id, self._start_again(record, workspace))
 
     async def _start_again(self, record: Record, workspace: PreparedWorkspace | None) -> None:
         id, environment, step = record.id, self._places.environment(record.id), _steps("start", record.id)

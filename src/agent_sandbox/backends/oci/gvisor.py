@@ -148,7 +148,7 @@ class GvisorBackend(OciBackend):
                 return await super().endpoint(id)
             except (BackendError, ConflictError) as error:
                 runs = await self.is_running(id)
-                if not runs and id in self._changing:
+                if not runs and id in self._changes:
                     raise BackendError("the sandbox ended as soon as it was started") from error
                 if not runs or loop.time() > deadline:
                     raise
