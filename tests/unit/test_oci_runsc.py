@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ async def test_what_cannot_be_kept(
 def sandbox(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     argv = ["sh", "-c", "read x", "runsc-sandbox", f"--root={tmp_path}", "boot", "asb-sb1-1"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE) as process:
+        # The kernel answers the call that starts it a moment before the command line can be read.
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)
         yield process
         process.kill()
 

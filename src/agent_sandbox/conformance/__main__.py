@@ -7,17 +7,19 @@ made. Ends with 1 when something failed that is not a known failure, or a known 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import signal
 import sys
-from types import FrameType
 
 from agent_sandbox.cli import exit_codes, output
 from agent_sandbox.conformance.page import page
 from agent_sandbox.conformance.report import Check, Report, to_json
 from agent_sandbox.conformance.run import Subject, Watcher, run
 from agent_sandbox.errors import SandboxError
+
+_INTERRUPTS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 def main() -> int:
@@ -32,13 +34,12 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0)
     told = parser.parse_args()
     subject = Subject(told.backend, told.image, tuple(told.only), told.name, told.timeout)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
+    interrupts = _Interrupts()
     try:
         for file in (told.json, told.html):
             if file is not None:
                 file.open("a").close()  # a place that cannot be written is better known before than after
-        report = run(subject, _watcher())
+        report = run(subject, _watcher(), interrupts.taken)
         if told.json is not None:
             told.json.write_text(to_json(report))
         if told.html is not None:
@@ -56,8 +57,28 @@ def main() -> int:
     return exit_codes.OK if report.passed else exit_codes.FAILED
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interrupts:
+    """SIGINT as asyncio takes it, which cancels the check, and SIGTERM and SIGHUP alike; each is remembered.
+
+    What is cancelled may swallow that, and a check that goes on is no answer to an interrupt. The signal's number is
+    left in a pipe (:func:`signal.set_wakeup_fd`), since asyncio has the handler while a check runs.
+    """
+
+    def __init__(self) -> None:
+        self._reading, writing = os.pipe()
+        for end in (self._reading, writing):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: signal.raise_signal(signal.SIGINT))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+        self._taken = False
+
+    def taken(self) -> bool:
+        """Whether one has come."""
+        with contextlib.suppress(BlockingIOError):
+            self._taken |= not _INTERRUPTS.isdisjoint(os.read(self._reading, 64))  # a check's time limit is SIGALRM
+        return self._taken
 
 
 def show(report: Report) -> None:

@@ -64,18 +64,26 @@ class _Facts:
     image: ResolvedImage
 
 
-def run(subject: Subject, watch: Watcher) -> Report:
-    """Run everything that is asked. Raises :class:`SandboxError` when the backend cannot even start."""
+def run(subject: Subject, watch: Watcher, interrupted: Callable[[], bool] = lambda: False) -> Report:
+    """Run everything that is asked.
+
+    Raises :class:`SandboxError` when the backend cannot even start, and ``KeyboardInterrupt``, with everything removed,
+    when it was interrupted or ``interrupted`` says so between two checks.
+    """
     started, clock = datetime.datetime.now(datetime.UTC), time.monotonic()
     directory = pathlib.Path(tempfile.mkdtemp(prefix="agent-sandbox-conformance-"))
     try:
         facts = asyncio.run(_look(subject, directory / "first"))
-        collector = _Collector(subject, watch)
+        collector = _Collector(subject, watch, interrupted)
         _set_up_cases(subject, facts)
         code = _pytest(subject, directory, collector)
+    except Exception as error:
+        if interrupted():  # pytest's own fixtures fail when a check is cut off before it has a result
+            raise KeyboardInterrupt from error
+        raise
     finally:
         _remove(directory)
-    if code == pytest.ExitCode.INTERRUPTED:
+    if code == pytest.ExitCode.INTERRUPTED or interrupted():
         raise KeyboardInterrupt
     if collector.broken or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise BackendError(f"the checks could not be run: {collector.broken or code}")
@@ -136,8 +144,8 @@ def _pytest(subject: Subject, directory: pathlib.Path, collector: _Collector) ->
 class _Collector:
     """The plugin that hears what every check said."""
 
-    def __init__(self, subject: Subject, watch: Watcher) -> None:
-        self._subject, self._watch = subject, watch
+    def __init__(self, subject: Subject, watch: Watcher, interrupted: Callable[[], bool]) -> None:
+        self._subject, self._watch, self._interrupted = subject, watch, interrupted
         self._total = 0
         self._open: dict[str, Check] = {}
         self.checks: list[Check] = []
@@ -164,6 +172,8 @@ class _Collector:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report: pytest.TestReport = yield
+        if self._interrupted():
+            item.session.shouldstop = "interrupted"
         name = _full_name(item)
         before = self._open.get(name, Check(name, items_of(name.partition("[")[0]), "pass"))
         verdict, reason = _told(report)

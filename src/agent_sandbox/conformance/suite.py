@@ -18,6 +18,7 @@ import io
 import os
 import pathlib
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import ClassVar
@@ -26,6 +27,7 @@ import pytest
 import pytest_asyncio
 
 from agent_sandbox.backends.base import Backend
+from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.conformance.box import MAX_BYTES, Box, new_id
 from agent_sandbox.conformance.checklist import unsupported
 from agent_sandbox.conformance.known import known_failures
@@ -38,6 +40,10 @@ from agent_sandbox.errors import (
     UnsupportedError,
 )
 from agent_sandbox.types import WORKSPACE, ExecExit, ExecOutput, SandboxSpec
+
+GONE_SECONDS = 180.0
+"""For what is removed behind a destroy that was answered. Most is gone within a second; an engine that has to take the
+exits of all the processes of a gVisor sandbox one after another was seen to need 80 s for its record."""
 
 
 def suite_of(kind: type, name: str) -> str:
@@ -82,16 +88,16 @@ class SuiteBase:
         try:
             yield backend
         finally:
-            backend = self.successor or backend
-            for id in await backend.list_ids():
-                await backend.destroy(id)
-            for _ in range(600):
-                if not await backend.list_ids():
-                    break
-                await asyncio.sleep(0.1)
-            left = await backend.list_ids()
-            await backend.close()
-            assert left == []
+            await settled(asyncio.ensure_future(self._remove_all(self.successor or backend)))
+
+    async def _remove_all(self, backend: Backend) -> None:
+        for id in await backend.list_ids():
+            await backend.destroy(id)
+        deadline = time.monotonic() + GONE_SECONDS
+        while (left := await backend.list_ids()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        await backend.close()
+        assert left == []
 
     @pytest_asyncio.fixture(autouse=True)
     async def applies(self, backend: Backend, request: pytest.FixtureRequest) -> None:
