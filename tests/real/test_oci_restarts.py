@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox.backends.linux import disk
+from agent_sandbox.backends.linux.idranges import IdRanges
 from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.backends.oci import backend as oci_backend
-from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.types import ExecOutput, SandboxSpec

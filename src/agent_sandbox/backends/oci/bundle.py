@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_sandbox.backends.oci.idranges import SIZE
+from agent_sandbox.backends.linux.idranges import SIZE
 from agent_sandbox.types import WORKSPACE, LimitName, SandboxSpec
 
 LABEL = "io.agent-sandbox"

@@ -39,9 +39,9 @@ import msgspec
 
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk
+from agent_sandbox.backends.linux.idranges import END
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers, take_after
 from agent_sandbox.backends.oci import idmap
-from agent_sandbox.backends.oci.idranges import END
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 

@@ -28,8 +28,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from agent_sandbox.backends.linux.idranges import SIZE
 from agent_sandbox.backends.linux.mounts import system_call
-from agent_sandbox.backends.oci.idranges import SIZE
 
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 """The same numbers on every architecture."""

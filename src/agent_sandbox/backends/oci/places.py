@@ -7,7 +7,7 @@
     /run/agent-sandbox/<here>/box/         where disks are mounted
     /run/agent-sandbox/<here>/<program>/   the runtime's state
     agent-sandbox-<here>/<id>              its control group, in every hierarchy
-    /var/lib/agent-sandbox-ids/            ranges of host ids, shared by all servers (idranges.py)
+    /var/lib/agent-sandbox-ids/            ranges of host ids, shared by all servers (linux/idranges.py)
 
 ``<instance>`` is made of the data directory's path: it names the same server again, and no other. ``<here>`` is that
 for runc, and ``<instance>-<backend>`` for every other backend of the same server, so that two of them share nothing but
@@ -22,10 +22,10 @@ import logging
 import os
 from pathlib import Path
 
+from agent_sandbox.backends.linux.idranges import IdRanges
 from agent_sandbox.backends.linux.overlay import why_no_overlay
 from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.environment import Environment, Record
-from agent_sandbox.backends.oci.idranges import IdRanges
 from agent_sandbox.errors import BackendError, NotFoundError
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.backends.oci.idranges import END, SIZE, IdRanges
+from agent_sandbox.backends.linux.idranges import END, SIZE, IdRanges
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import InvalidRequestError, LimitExceededError
 
