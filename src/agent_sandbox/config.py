@@ -56,7 +56,11 @@ class Settings:
     )
     backends: tuple[str, ...] = _setting(("runc",), "Comma-separated backends to offer; the first is the default.")
     default_image: str = _setting("host", "Image of a sandbox that names none.")
-    allowed_images: tuple[str, ...] = _setting(("*",), "Comma-separated globs of images that may be used.")
+    allowed_images: tuple[str, ...] = _setting(
+        ("*",),
+        "Comma-separated globs of images that may be used. A * is no /, but for one that is the whole last part; a "
+        "registry has to be written out, as in registry.example/team/*. Beside a digest any tag has to be allowed.",
+    )
     sandbox_user: str = _setting("1000:1000", "uid:gid of commands inside a sandbox; never 0.")
     id_range_base: int = _setting(
         0x7800_0000,

@@ -12,7 +12,14 @@ import pytest
 
 from agent_sandbox.backends.docker import images
 from agent_sandbox.backends.docker.engine import Engine
-from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import (
+    BackendError,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
 
 
 @contextlib.asynccontextmanager
@@ -117,6 +124,18 @@ async def test_a_digest_that_has_gone_is_not_pulled_as_something_else(sock: Path
     async with answering(sock, reply({"message": "No such image"}, "404 Not Found")) as engine:
         with pytest.raises(NotFoundError, match="no image"):
             await images.find(engine, "sha256:" + "0" * 64, "x86_64", "docker")
+
+
+async def test_the_beginning_of_an_id_is_no_way_around_what_is_allowed(sock: Path) -> None:
+    found = {"Id": "sha256:cafe" + "0" * 60, "Os": "linux", "Architecture": "amd64", "RepoTags": ["secret/x:1"]}
+    async with answering(sock, reply(found), reply({**found, "RepoTags": ["cafe:latest"]})) as engine:
+        image = await images.find(engine, "cafe", "x86_64", "docker")
+        for allowed in (["*"], ["ca*", "secret/*"], ["sha256:*"]):
+            images.refuse_by_id("cafe", image, allowed)
+        with pytest.raises(ForbiddenError, match="ALLOWED_IMAGES"):
+            images.refuse_by_id("cafe", image, ["ca*"])
+        named = await images.find(engine, "cafe", "x86_64", "docker")
+        images.refuse_by_id("cafe", named, ["ca*"])
 
 
 async def test_an_image_that_says_nonsense_is_refused(sock: Path) -> None:

@@ -121,6 +121,8 @@ def test_images_must_be_allowed() -> None:
     for image in ("other", "Team/py"):
         with pytest.raises(ForbiddenError, match="ALLOWED_IMAGES"):
             build(CreateOptions(image=image), allowed_images=("host", "team/*"))
+    with pytest.raises(ForbiddenError):  # another registry's
+        build(CreateOptions(image="python:5000/evil"), allowed_images=("python:*",))
     with pytest.raises(ForbiddenError):  # the default is no way around
         build(CreateOptions(), allowed_images=("team/*",))
     for image in ("", "a\0b"):

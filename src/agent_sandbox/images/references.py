@@ -101,7 +101,7 @@ def parse_registry_reference(text: str) -> RegistryReference:
     """Take a registry reference apart. :class:`InvalidRequestError` when it is none."""
     rest, at, digest = text.removeprefix(DOCKER_SCHEME).partition("@")
     first, slash, path = rest.partition("/")
-    if not (slash and _looks_like_a_host(first)):
+    if not (slash and looks_like_a_host(first)):
         first, path = _DOCKER_IO, rest if slash else f"library/{rest}"
     host, parts = _REGISTRY_HOST.fullmatch(first.lower()), _REGISTRY_PATH.fullmatch(path)
     if host is None or parts is None or len(path) > 255:
@@ -115,8 +115,9 @@ def parse_registry_reference(text: str) -> RegistryReference:
 def names_a_registry(text: str) -> bool:
     """Whether a source that is no file can only mean a registry: by its scheme, or by a host in front."""
     first, slash, _ = text.partition("/")
-    return text.startswith(DOCKER_SCHEME) or (bool(slash) and _looks_like_a_host(first) and not first.startswith("."))
+    return text.startswith(DOCKER_SCHEME) or (bool(slash) and looks_like_a_host(first) and not first.startswith("."))
 
 
-def _looks_like_a_host(text: str) -> bool:
+def looks_like_a_host(text: str) -> bool:
+    """Whether the part of a name before the first slash is a registry's host."""
     return text == "localhost" or "." in text or ":" in text

@@ -13,13 +13,13 @@ an isolation, network or limit that the backend lacks      UnsupportedError
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import ConflictError, ForbiddenError, InvalidRequestError, UnsupportedError
+from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.manager.requests import (
     CommandOptions,
     command_argv,
@@ -229,7 +229,7 @@ def _checked(
     _whole("disk_mb", spec.disk_mb, _MIN_DISK_MB, settings.max_disk_mb)
     if not encode_text(spec.image, "image"):
         raise InvalidRequestError("image is empty", details={"field": "image"})
-    if not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.allowed_images):
+    if not is_allowed(spec.image, settings.allowed_images):
         raise ForbiddenError(f"image {spec.image!r} is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are")
     if spec.network != "none":
         if not settings.allow_network:

@@ -198,6 +198,7 @@ class DockerBackend(GuestBackend):
                 "set AGENT_SANDBOX_DEFAULT_IMAGE"
             )
         image = await images.find(self._engine, name, self._facts.machine, self.name)
+        images.refuse_by_id(name, image, self._settings.allowed_images)
         return ResolvedImage(name, image.id, True, image.config.env)
 
     async def _image(self, name: str, digest: str = "") -> images.Image:

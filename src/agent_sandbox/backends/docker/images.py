@@ -9,15 +9,23 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 from agent_sandbox.backends.docker.engine import Engine
-from agent_sandbox.errors import BackendError, InvalidRequestError, NotFoundError, SandboxError, UnsupportedError
+from agent_sandbox.errors import (
+    BackendError,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
 from agent_sandbox.images import ImageConfig
+from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.images.image_config import parse_config
 
 _log = logging.getLogger(__name__)
@@ -28,6 +36,7 @@ _PROGRESS_SECONDS = 2.0
 _NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._@:\[\]-]*(/[A-Za-z0-9][A-Za-z0-9._@:-]*)*")
 """What the parts of references are made of (registry, path, tag, digest), or an id. It is put into the path of a call:
 ``..`` would make another call of that, about a container or an image that nobody is allowed to use."""
+_SHORT_ID = re.compile(r"[0-9a-f]{1,64}")
 _NAME_BYTES = 512
 """A path has 255 at most, a digest 71, a registry's name 253."""
 _SAME = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", "i386": "386"}
@@ -36,10 +45,11 @@ _SAME = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image of the engine."""
+    """One image of the engine; ``tags`` are the names that lead to it there."""
 
     id: str
     config: ImageConfig = field(default_factory=ImageConfig)
+    tags: tuple[str, ...] = ()
 
 
 async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
@@ -72,7 +82,23 @@ async def inspect(engine: Engine, name: str, machine: str, backend: str) -> Imag
         raise UnsupportedError(
             "image", backend, f"{name!r} is made for {found.get('Os')}/{made_for}, this engine runs linux/{machine}"
         )
-    return Image(found["Id"], parse_config({"config": found.get("Config")}))
+    tags = found.get("RepoTags")
+    names = tuple(str(tag) for tag in tags) if isinstance(tags, list) else ()
+    return Image(found["Id"], parse_config({"config": found.get("Config")}), names)
+
+
+def refuse_by_id(name: str, image: Image, allowed: Sequence[str]) -> None:
+    """Raise :class:`ForbiddenError` where ``name`` is the beginning of the id of an image that is not ``allowed``.
+
+    An engine takes up to the whole id for a name, which may look like an allowed one: ``cafe`` where ``ca*`` is.
+    """
+    if not _SHORT_ID.fullmatch(name) or f"{name}:latest" in image.tags:
+        return
+    if not any(is_allowed(one, allowed) for one in (image.id, *image.tags)):
+        raise ForbiddenError(
+            f"image {name!r} is the id of another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says "
+            "which are"
+        )
 
 
 async def pull(engine: Engine, name: str) -> None:

@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import fnmatch
 import logging
 import os
 import platform
@@ -77,6 +76,7 @@ from agent_sandbox.errors import (
     UnsupportedError,
 )
 from agent_sandbox.images import ImageRoot, ImageStore
+from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.types import (
     Capabilities,
     EnvironmentInfo,
@@ -197,7 +197,7 @@ class OciBackend(GuestBackend):
             names = await self._thread(self._images.names, found.digest) if "@" in name else []
         # The digest counts, whatever the name before it says: that must be of an allowed name, or of none any more.
         allowed = self._settings.allowed_images
-        if names and not any(fnmatch.fnmatchcase(own, glob) for own in names for glob in allowed):
+        if names and not any(is_allowed(own, allowed) for own in names):
             raise ForbiddenError(
                 f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
             )
