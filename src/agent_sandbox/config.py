@@ -77,9 +77,17 @@ class Settings:
         "asb-network", "Bridge network of the docker backend's sandboxes that have one; made where it is missing."
     )
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
+    machine_dir: str = _setting(
+        "",
+        "Directory of the guest kernels and root disks of microVMs, which servers of one host may share; empty: machine "
+        "in DATA_DIR.",
+    )
+    qemu: str = _setting("", "Path of the qemu backend's QEMU; empty: qemu-system-x86_64 as PATH has it.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
     allow_tcg: bool = _setting(
-        False, "Count a machine under software emulation, which is no security boundary, as isolation vm."
+        False,
+        "Run microVMs under software emulation (TCG) where KVM cannot be used, and count that, which is no security "
+        "boundary, as isolation vm.",
     )
     allow_unenforced: bool = _setting(False, "Accept a limit that the backend cannot enforce; it is reported.")
     max_sandboxes: int = _setting(20, "Sandboxes alive at once.", low=1, high=100_000)
@@ -139,6 +147,10 @@ class Settings:
         if self.id_range_base % 65_536:
             raise _bad("id_range_base", f"{self.id_range_base} is no multiple of 65536")
         self.sandbox_ids()
+
+    def machine_directory(self) -> Path:
+        """Where guest kernels and root disks of microVMs are."""
+        return Path(self.machine_dir).expanduser().absolute() if self.machine_dir else self.data_dir / "machine"
 
     def sandbox_ids(self) -> tuple[int, int]:
         """``sandbox_user`` as numbers."""
