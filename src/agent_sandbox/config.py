@@ -79,8 +79,8 @@ class Settings:
     sandboxd: str = _setting("", "Path of the sandboxd binary; empty: the one of the agent-sandbox-engine package.")
     machine_dir: str = _setting(
         "",
-        "Directory of the guest kernels and root disks of microVMs, which servers of one host may share; empty: machine "
-        "in DATA_DIR.",
+        "Directory of the guest kernels and root disks of microVMs, which servers of one host may share; empty: "
+        "machine in DATA_DIR.",
     )
     qemu: str = _setting("", "Path of the qemu backend's QEMU; empty: qemu-system-x86_64 as PATH has it.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")

@@ -28,6 +28,8 @@ UNLIMITED = 1 << 60
 """Above this a v1 memory limit means "none": the kernel shows the largest multiple of a page."""
 _SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 """Of v1; in spite of its name for UDP, too. Runtimes no longer set it, and without it socket buffers count nowhere."""
+_PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000
+"""The kernel's usual period, and its smallest quota (Documentation/scheduler/sched-bwc.rst)."""
 _FREEZE_SECONDS = 2.0
 _HOLD_SECONDS = 5.0
 """How long stopping every process may take: a little more than a slow disk keeps one waiting."""
@@ -184,6 +186,42 @@ class Groups:
         path = self._file("memory", _SOCKETS)
         if not self._hierarchies.is_v2 and path is not None and path.exists():
             path.write_text(str(size))
+
+    def make(self, cpus: float) -> bool:
+        """Make the group, for processes that no runtime puts there, with a share of ``cpus`` cores.
+
+        Only where it counts that and can be frozen and killed; memory is left to the root's. False where this kernel
+        does not limit the share. :class:`OSError` when it refuses.
+        """
+        quota, period = str(max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))), str(_PERIOD_US)
+        roots = [self._hierarchies.directory("cpu"), self._hierarchies.unified]
+        if not self._hierarchies.is_v2:
+            roots += [self._hierarchies.directory(name) for name in ("cpuacct", "freezer")]
+        for root in dict.fromkeys(root for root in roots if root is not None):
+            if self._hierarchies.is_v2 and "cpu" in self._hierarchies.controllers:
+                above = root
+                for name in self._path.split("/"):
+                    (above / "cgroup.subtree_control").write_text("+cpu")
+                    above /= name
+                    above.mkdir(exist_ok=True)
+            (root / self._path).mkdir(parents=True, exist_ok=True)
+        if self._hierarchies.directory("cpu") is None:
+            return False
+        if self._hierarchies.is_v2:
+            values = {"cpu.max": f"{quota} {period}"}
+        else:
+            values = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
+        for file, value in values.items():
+            path = self._file("cpu", file)
+            if path is None or not path.exists():
+                return False
+            path.write_text(value)
+        return True
+
+    def add(self, pid: int) -> None:
+        """Put a process, with all its threads, into the group, which was made. :class:`OSError` when it has gone."""
+        for directory in self.directories():
+            (directory / "cgroup.procs").write_text(str(pid))
 
     def allow_memory(self, size: int) -> None:
         """Raise the limit of memory, and that of memory and swap together, to ``size`` bytes."""
