@@ -307,18 +307,65 @@ def test_a_link_put_in_place_of_what_is_written_changes_nothing_behind_it(
     victim = tmp_path / "beside"
     victim.chmod(0o600)
 
-    def exchange(name: str, *_: int, dir_fd: int, follow_symlinks: bool) -> None:
-        assert not follow_symlinks
-        os.unlink(name, dir_fd=dir_fd)
-        os.symlink(victim, name, dir_fd=dir_fd)
+    def exchange(fd: int, *_: int) -> None:
+        place = Path(f"/proc/self/fd/{fd}").readlink()
+        place.unlink()
+        place.symlink_to(victim)
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(os, "chown", exchange)
+    monkeypatch.setattr(os, "fchown", exchange)
     (trip.copy / "text").write_text("new")
     (trip.copy / "text").chmod(0o777)
     trip.back()
     trip.write()
     assert victim.stat().st_mode & 0o777 == 0o600
+
+
+def test_nothing_of_roots_is_given_away_or_opened_by_its_name(
+    here: Path, tmp_path: Path, trip: Trip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns the directory puts something of root's under each name at once: by a hard link, or by renaming."""
+    victim, theirs, away = here / "kept", here / "theirs", tmp_path / "away"
+    theirs.mkdir(mode=0o700)
+    (theirs / "secret").write_text("secret")
+    away.mkdir()
+    kept = [(path.stat().st_ino, path.stat().st_mode) for path in (victim, theirs)]
+    changed: list[int] = []
+
+    def exchanged(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any, dir_fd: int | None = None) -> Any:
+            made = real(*args, dir_fd=dir_fd)
+            path = args[1] if name == "symlink" else args[0]
+            if dir_fd is not None and (name != "open" or args[1] & os.O_CREAT):
+                os.rename(path, away / name, src_dir_fd=dir_fd)
+                if name == "mkdir":
+                    os.rename(theirs, path, dst_dir_fd=dir_fd)
+                else:
+                    os.link(victim, path, dst_dir_fd=dir_fd)
+            return made
+
+        monkeypatch.setattr(os, name, call)
+
+    def noted(what: str | int, *_: object, dir_fd: int | None = None, follow_symlinks: bool = True) -> None:
+        changed.append(os.stat(what, dir_fd=dir_fd, follow_symlinks=follow_symlinks).st_ino)
+
+    (trip.copy / "text").write_text("new")
+    (trip.copy / "pointer").symlink_to("text")
+    (trip.copy / "directory").mkdir(mode=0o777)
+    trip.back()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 0)
+        for name in ("open", "mkdir", "symlink"):
+            exchanged(name)
+        for name in ("chown", "fchown", "fchmod"):
+            patch.setattr(os, name, noted)
+        problems = trip.write()
+    monkeypatch.undo()
+    assert changed, "what was made is given away"
+    assert not set(changed) & {inode for inode, _ in kept}
+    assert {"directory", "pointer"} <= set(problems)
 
 
 def test_a_signal_leaves_each_change_whole(here: Path, trip: Trip) -> None:
@@ -393,7 +440,7 @@ def test_as_root_what_is_written_belongs_to_whom_it_did(
 ) -> None:
     given: list[tuple[object, ...]] = []
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(os, "chown", lambda name, uid, gid, **_: given.append((uid, gid)))
+    monkeypatch.setattr(os, "fchown", lambda fd, uid, gid: given.append((uid, gid)))
     (trip.copy / "text").write_text("new")
     (trip.copy / "added").write_text("new")
     trip.back()

@@ -10,7 +10,9 @@ The rules
   none, so that it is whole or not there. A signal is taken between two changes.
 * Removals come first, the deepest first; a directory goes only when it is empty. Directories get their modes last.
 * Permission bits only, no set-id bits. As root, a new entry belongs to whom its directory belongs, a changed one to
-  whom it did. Hard links of a changed file, its attributes and ACLs are not carried over.
+  whom it did. Owners and modes are set on descriptors of what was made or compared, never by name: whoever owns the
+  directory may put something of root's under the name at any moment. Hard links of a changed file, its
+  attributes and ACLs are not carried over.
 """
 
 from __future__ import annotations
@@ -102,16 +104,17 @@ def write_back(pull: Pull, wrote: Callable[[], object]) -> None:
     """
     for step in pull.steps:
         step.problem = ""
+    made: dict[str, tuple[int, int]] = {}
     removals = [step for step in pull.steps if step.new is None or (step.kind == "type" and _in_the_way(step))]
     creations = [step for step in pull.steps if step.new is not None]
     for step in sorted(removals, key=lambda step: -len(step.parts)):
         _do(step, lambda step=step: _remove(pull, step), wrote if step.new is None else None)  # type: ignore[misc]
     for step in creations:
         if not step.problem:
-            _do(step, lambda step=step: _create(pull, step), wrote)  # type: ignore[misc]
+            _do(step, lambda step=step: _create(pull, step, made), wrote)  # type: ignore[misc]
     for step in reversed(creations):
         if not step.problem and step.new is not None and step.new.type == DIRECTORY:
-            _do(step, lambda step=step: _set_mode(pull, step), None)  # type: ignore[misc]
+            _do(step, lambda step=step: _set_mode(pull, step, made), None)  # type: ignore[misc]
 
 
 def _do(step: Step, act: Callable[[], None], wrote: Callable[[], object] | None) -> None:
@@ -149,7 +152,8 @@ def _remove(pull: Pull, step: Step) -> None:
         raise
 
 
-def _create(pull: Pull, step: Step) -> None:
+def _create(pull: Pull, step: Step, made: dict[str, tuple[int, int]]) -> None:
+    """Make what is new; ``made`` gets the identity of each directory."""
     new = step.new
     assert new is not None
     with _parent(pull.root, step.parts) as (parent, name):
@@ -159,25 +163,31 @@ def _create(pull: Pull, step: Step) -> None:
             if step.old is None:
                 with suppress(FileExistsError):
                     os.mkdir(name, new.mode | 0o700, dir_fd=parent)
-                    _own(parent, name, None)
+                    made[step.name] = _own_directory(parent, name)
         elif step.kind == "metadata":
-            _require_as_sent(parent, name, step)
+            found = _require_as_sent(parent, name, step)
             with _held(parent, name) as fd:
+                if found is None or _trace(os.fstat(fd)) != _trace(found):
+                    raise Problem(CHANGED)
                 os.fchmod(fd, new.mode)
         elif new.type == LINK:
-            _put(parent, name, step, lambda part: os.symlink(new.target, part, dir_fd=parent))
+            _put(parent, name, step, lambda part: _link(parent, part, new.target, step.old))
         elif new.type == FILE:
-            _put(parent, name, step, lambda part: _file(pull, parent, part, new))
+            _put(parent, name, step, lambda part: _file(pull, parent, part, new, step.old))
 
 
-def _set_mode(pull: Pull, step: Step) -> None:
+def _set_mode(pull: Pull, step: Step, made: dict[str, tuple[int, int]]) -> None:
+    """Set the mode of a directory that was made or sent; one that somebody made here meanwhile keeps its own."""
     assert step.new is not None
-    with _parent(pull.root, step.parts) as (parent, name):
-        fd = os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
-        try:
-            os.fchmod(fd, step.new.mode)
-        finally:
-            os.close(fd)
+    was = made.get(step.name)
+    if was is None and step.kind == "metadata" and step.old is not None:
+        was = (step.old.stat.st_dev, step.old.stat.st_ino)
+    if was is None:
+        return
+    with _parent(pull.root, step.parts) as (parent, name), _directory(parent, name) as fd:
+        if _identity(os.fstat(fd)) != was:
+            raise Problem(CHANGED)
+        os.fchmod(fd, step.new.mode)
 
 
 def _put(parent: int, name: str, step: Step, make: Callable[[str], None]) -> None:
@@ -191,7 +201,6 @@ def _put(parent: int, name: str, step: Step, make: Callable[[str], None]) -> Non
 
     with signals.also_when_forced(drop):
         make(part)
-        _own(parent, part, step.old)
         _require_as_sent(parent, name, step)
         if step.old is not None:
             os.rename(part, name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -206,7 +215,24 @@ def _put(parent: int, name: str, step: Step, make: Callable[[str], None]) -> Non
             os.rename(part, name, src_dir_fd=parent, dst_dir_fd=parent)  # a file system without hard links
 
 
-def _file(pull: Pull, parent: int, part: str, new: Came) -> None:
+def _link(parent: int, part: str, target: str, old: Sent | None) -> None:
+    os.symlink(target, part, dir_fd=parent)
+    path = getattr(os, "O_PATH", 0)  # without it no descriptor of a link is had: it stays root's, which means nothing
+    if os.geteuid() != 0 or not path:
+        return
+    fd = os.open(part, path | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISLNK(found.st_mode) or found.st_nlink != 1:
+            raise Problem(CHANGED)
+        owner = os.fstat(parent) if old is None else old.stat
+        with suppress(OSError):
+            os.chown(f"/proc/self/fd/{fd}", owner.st_uid, owner.st_gid)  # of the link itself, which is where that leads
+    finally:
+        os.close(fd)
+
+
+def _file(pull: Pull, parent: int, part: str, new: Came, old: Sent | None) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with ExitStack() as stack:
         if new.content is not None:
@@ -230,32 +256,45 @@ def _file(pull: Pull, parent: int, part: str, new: Came) -> None:
         os.ftruncate(target, size)
         if digest.digest() != new.digest:
             raise Problem(f"{new.same or 'its copy'}, which has its bytes, was changed here meanwhile")
+        _own(target, os.fstat(parent) if old is None else old.stat)
         os.fchmod(target, new.mode)
         with suppress(OverflowError, ValueError, OSError):  # a time that no file system can keep
             os.utime(target, (new.mtime, new.mtime))
 
 
-def _own(parent: int, name: str, old: Sent | None) -> None:
-    if os.geteuid() != 0:
-        return
-    owner = os.fstat(parent) if old is None else old.stat
-    with suppress(OSError):  # a file system without owners, or one that root is nobody on
-        os.chown(name, owner.st_uid, owner.st_gid, dir_fd=parent, follow_symlinks=False)
+def _own(descriptor: int, owner: os.stat_result) -> None:
+    if os.geteuid() == 0:
+        with suppress(OSError):  # a file system without owners, or one that root is nobody on
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
-def _require_as_sent(parent: int, name: str, step: Step) -> None:
-    """Raise :class:`Problem` unless what is here is what was sent; :class:`FileNotFoundError` where it has gone."""
+def _own_directory(parent: int, name: str) -> tuple[int, int]:
+    """Give a directory that was just made to its parent's owner; return its identity."""
+    with _directory(parent, name) as fd:
+        with os.scandir(fd) as entries:
+            if any(entries):  # another one was put in its place
+                raise Problem(CHANGED)
+        _own(fd, os.fstat(parent))
+        return _identity(os.fstat(fd))
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _require_as_sent(parent: int, name: str, step: Step) -> os.stat_result | None:
+    """Raise :class:`Problem` unless what is here is what was sent; return its state, None where nothing is."""
     old = step.old
     try:
         now = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         if old is None or step.new is None:
-            return
+            return None
         raise Problem("it was removed here meanwhile") from None
     if old is None:
         if step.new is None or step.new.type != DIRECTORY or not stat.S_ISDIR(now.st_mode):
             raise Problem("there is something of this name here now")
-        return
+        return now
     if stat.S_IFMT(now.st_mode) != stat.S_IFMT(old.stat.st_mode):
         raise Problem(CHANGED)
     if stat.S_ISLNK(now.st_mode) and os.readlink(name, dir_fd=parent) != old.target:
@@ -266,6 +305,7 @@ def _require_as_sent(parent: int, name: str, step: Step) -> None:
         with _held(parent, name) as fd, os.fdopen(os.dup(fd), "rb") as file:
             if hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).digest() != old.digest:
                 raise Problem(CHANGED)
+    return now
 
 
 def _trace(found: os.stat_result) -> tuple[int, ...]:
@@ -289,6 +329,16 @@ def _held(parent: int, name: str) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Problem(CHANGED)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _directory(parent: int, name: str) -> Iterator[int]:
+    """A descriptor of a directory; no link is followed."""
+    fd = os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
+    try:
         yield fd
     finally:
         os.close(fd)
