@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +150,37 @@ def test_a_missing_source_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         fetch({}, "/w", tmp_path / "out")
     assert everything_below(tmp_path) == set()
+
+
+def test_what_is_exchanged_for_a_link_leads_to_no_mode_and_no_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root copies into a directory of somebody else's, who exchanges the unfinished copy for a link to what is not."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    (victim / "secret").touch(mode=0o600)
+
+    class Exchanging(Box):
+        def download(self, path: str, file: Any) -> None:
+            super().download(path, file)
+            unfinished = Path(file._file.name)
+            unfinished.unlink()
+            unfinished.symlink_to(victim / "secret")
+
+    download(cast(Any, Exchanging({"/w/f": b"data"})), "/w/f", tmp_path / "f", Copied())
+    real = tempfile.mkdtemp
+
+    def exchanging(**options: Any) -> str:
+        made = Path(real(**options))
+        made.rmdir()
+        made.symlink_to(victim)
+        return str(made)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", exchanging)
+    with pytest.raises(InvalidRequestError, match="links are not followed"):
+        fetch({"/w": [Entry("name", "file")], "/w/name": b"data"}, "/w", tmp_path / "out")
+    assert everything_below(victim) == {"secret"}
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (victim, victim / "secret")] == [0o700, 0o600]
 
 
 def test_a_mode_that_is_none_is_an_ordinary_one(tmp_path: Path) -> None:

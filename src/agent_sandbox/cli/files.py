@@ -165,9 +165,8 @@ def download(sandbox: Sandbox, source: str, target: Path, done: Copied) -> None:
             _fill(sandbox, source, fd, done, archived=archived, new=False)
         return
     target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with _aside(target.absolute()) as aside:
-        with _directory(aside) as fd:
-            _fill(sandbox, source, fd, done, archived=archived)
+    with _aside(target.absolute()) as (aside, fd):
+        _fill(sandbox, source, fd, done, archived=archived)
         aside.rename(target)
 
 
@@ -182,13 +181,20 @@ def _fill(sandbox: Sandbox, source: str, target_fd: int, done: Copied, *, archiv
 
 
 @contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A new directory beside the target; it goes if it has not taken the target's place by the end."""
+def _aside(target: Path) -> Iterator[tuple[Path, int]]:
+    """A new directory beside the target, opened; it goes if it has not taken the target's place by the end.
+
+    Who owns the directory that it is in may put another in its place: that one is neither opened nor filled.
+    """
     with signals.deferred():
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:100]}.", suffix=".part"))
     try:
-        aside.chmod(0o755)
-        yield aside
+        with _directory(target.parent) as parent, _directory(aside.name, parent) as fd:
+            with os.scandir(fd) as entries:
+                if any(entries):
+                    raise ConflictError(f"cannot copy to {target}: {aside} was exchanged meanwhile")
+            os.fchmod(fd, 0o755)
+            yield aside, fd
     finally:
         if aside.exists():
             with signals.deferred():
@@ -217,8 +223,8 @@ def _receive_file(sandbox: Sandbox, source: str, found: FileStat, target: Path, 
     ) as file:
         try:
             sandbox.download(source, _Counted(file, done))  # type: ignore[arg-type]
+            os.fchmod(file.fileno(), mode)
             file.close()
-            Path(file.name).chmod(mode)
             Path(file.name).replace(target)
         except BaseException:
             with contextlib.suppress(OSError):
