@@ -15,7 +15,8 @@ import pytest
 from agent_sandbox.cli import exit_codes, pulling, signals, writing_back
 from agent_sandbox.cli.copying import Copied
 from agent_sandbox.cli.packing import pack_directory
-from agent_sandbox.cli.pulling import Pull, runs_programs
+from agent_sandbox.cli.pulling import Pull
+from agent_sandbox.cli.version_control import runs_programs
 from agent_sandbox.errors import InvalidRequestError, PayloadTooLargeError
 from tests.unit.test_cli_unpacking import archive, member, tree
 
@@ -232,9 +233,28 @@ def test_a_damaged_archive_changes_nothing(here: Path, trip: Trip) -> None:
         (".git/objects/ab/cd", False),
         (".git/HEAD", False),
         ("hooks/config", False),
+        (".git/sl/config", True),
+        (".g\u200cit/con\ufb01g", True),
+        (".hg/hgrc", True),
+        ("sub/.HG/hgrc", True),
+        (".hg/sharedpath", True),
+        (".hg/store/data/hgrc.i", False),
+        (".hg/hgrc.orig", False),
+        ("hgrc", False),
+        (".sl/config", True),
+        (".jj/repo", True),
+        (".jj/repo/config.toml", True),
+        (".jj/working_copy/tree_state", False),
+        (".bzr/branch/branch.conf", True),
+        (".pijul/config", True),
+        ("_darcs/prefs/defaults", True),
+        ("_darcs/inventories/1", False),
+        ("CVS/Root", True),
+        ("CVS/Entries", False),
+        (".fslckout", True),
     ],
 )
-def test_what_makes_git_run_programs(name: str, expected: bool) -> None:
+def test_what_makes_version_control_run_programs(name: str, expected: bool) -> None:
     assert runs_programs(name.split("/")) is expected
 
 
@@ -256,11 +276,13 @@ REPOSITORY = ("HEAD", "config", "objects", "refs")
         member(".git", tarfile.SYMTYPE, linkname="innocent"),
         member("sub/.GIT", tarfile.SYMTYPE, linkname="../innocent"),
         member(".git/modules/sub", tarfile.SYMTYPE, linkname="../../innocent"),
+        member(".hg", tarfile.SYMTYPE, linkname="innocent"),
+        member("_darcs/prefs", tarfile.SYMTYPE, linkname="../innocent"),
         (member(".git/commondir"), b"../innocent\n"),
         (member(".git/worktrees/w/commondir"), b"../../../innocent\n"),
     ],
 )
-def test_nothing_leads_git_to_another_configuration(trip: Trip, lead: Any) -> None:
+def test_nothing_leads_version_control_to_another_configuration(trip: Trip, lead: Any) -> None:
     name = (lead[0] if isinstance(lead, tuple) else lead).name
     trip.back(archive((member("innocent/config"), b"[core]\n"), lead))
     assert name in dict(trip.pull.left_out)

@@ -78,8 +78,8 @@ def run(
 
     With --pull-changes what the command changed there is shown when it has ended, and written back into DIR if you say
     so, or with --yes. What was changed in DIR meanwhile is left as it is and reported (123). Where nobody can be asked,
-    nothing is written (122). Links that lead out of DIR, special files, and the configuration and hooks of git are
-    never written.
+    nothing is written (122). Links that lead out of DIR, special files, and the configuration and hooks of git and
+    other version control are never written.
     """
     variables = options.environment(env)
     volumes = [_volume(text) for text in volume or ()]

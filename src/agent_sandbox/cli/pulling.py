@@ -7,9 +7,8 @@ Comparing the two gives the changes; ``writing_back.py`` writes them.
 The archive is hostile, as in ``unpacking.py``. What never comes back, and is reported:
 
 * names that lead elsewhere, links that lead out of the directory, FIFOs and devices;
-* the configuration and hooks of git: git runs what they say, on this machine and as its user. Neither does what would
-  have git look for them elsewhere: a ``.git`` that is a file or a link, a link within one, and a repository in a
-  directory of any other name, which git takes for one by what is in it;
+* the configuration and hooks of git and other version control, which run what they say, on this machine and as its
+  user, nor what would have them looked for elsewhere (``version_control.py``);
 * what lies under another ``-v``.
 """
 
@@ -21,7 +20,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -33,13 +32,10 @@ from agent_sandbox.cli.copying import SHOWN, Copied
 from agent_sandbox.cli.history import MARKS
 from agent_sandbox.cli.packing import Sent
 from agent_sandbox.cli.unpacking import Received, received, stays_inside
+from agent_sandbox.cli.version_control import repositories, runs_programs
 from agent_sandbox.errors import PayloadTooLargeError
 
 Kind = Literal["added", "removed", "modified", "type", "metadata"]
-_PROGRAMS = {"hooks", "config", "config.worktree", "commondir", "rebase-merge"}
-"""The last is a rebase under way, whose list may name programs too."""
-_REPOSITORIES = ({"head", "objects", "refs"}, {"head", "commondir"})
-"""What git takes a directory for its own by, whatever it is called (gitrepository-layout(5)): all of one of these."""
 FILE, DIRECTORY, LINK, OTHER = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, 0
 
 _HELD_BYTES = 1 << 20
@@ -226,7 +222,9 @@ def _steps(pull: Pull, came: Mapping[str, Came]) -> Iterator[Step]:
         ):
             pull.left_out.append((name, f"a link that leads out of the directory, to {new.target[:200]}"))
         elif runs_programs(parts, DIRECTORY if new is None else new.type, known, made):
-            pull.left_out.append((name, "git runs what it says, so it is not written; copy it by hand if you trust it"))
+            pull.left_out.append(
+                (name, "it names programs that run by themselves, so it is not written; copy it if you trust it")
+            )
         elif "\0" not in name:
             yield Step(name, kind, old, new)
 
@@ -242,44 +240,6 @@ def _kind(old: Sent | None, new: Came | None) -> Kind | None:
     if (new.target, new.digest) != (old.target, old.digest):
         return "modified"
     return "metadata" if type != LINK and new.mode != old.stat.st_mode & 0o777 else None
-
-
-def repositories(names: Iterable[str]) -> set[str]:
-    """Find the directories among names that git would take for a repository, but for those called ``.git``."""
-    marks: dict[str, set[str]] = {}
-    wanted = set().union(*_REPOSITORIES)
-    for name in names:
-        directory, _, last = name.rpartition("/")
-        if last.lower() in wanted:
-            marks.setdefault(directory, set()).add(last.lower())
-    return {
-        directory
-        for directory, found in marks.items()
-        if any(all_ <= found for all_ in _REPOSITORIES) and ".git" not in directory.lower().split("/")
-    }
-
-
-def runs_programs(parts: list[str], type: int = FILE, known: Collection[str] = (), made: Collection[str] = ()) -> bool:
-    """Whether a name is of git's configuration or hooks, by which a repository makes git run programs, or leads there.
-
-    ``known`` are repositories of other names than ``.git``, ``made`` those that the changes make of a directory, which
-    would be one with a configuration that was there before.
-    """
-    for at in range(len(parts)):
-        directory, inside = "/".join(parts[:at]), [name.lower() for name in parts[at:]]
-        if directory in made and (inside[0] in _PROGRAMS or any(inside[0] in marks for marks in _REPOSITORIES)):
-            return True
-        if directory in known and inside[0] in _PROGRAMS:
-            return True
-        if inside[0] != ".git":
-            continue
-        if type == LINK or (len(inside) == 1 and type != DIRECTORY):
-            return True
-        inside = inside[1:]
-        looked_at = inside if inside[:1] in (["modules"], ["worktrees"]) else inside[:1]
-        if not _PROGRAMS.isdisjoint(looked_at):
-            return True
-    return False
 
 
 # ---- what a person sees --------------------------------------------------------------------------------------------
