@@ -187,36 +187,40 @@ class Groups:
         if not self._hierarchies.is_v2 and path is not None and path.exists():
             path.write_text(str(size))
 
-    def make(self, cpus: float) -> bool:
-        """Make the group, for processes that no runtime puts there, with a share of ``cpus`` cores.
+    def make(self, cpus: float, memory: int) -> None:
+        """Make the group, for a process that no runtime puts there: ``cpus`` cores and ``memory`` bytes at most.
 
-        Only where it counts that and can be frozen and killed; memory is left to the root's. False where this kernel
-        does not limit the share. :class:`OSError` when it refuses.
+        A limit that this kernel does not keep is left out, as :func:`enforced` says. :class:`OSError` when it refuses.
         """
         quota, period = str(max(_LEAST_QUOTA_US, round(cpus * _PERIOD_US))), str(_PERIOD_US)
-        roots = [self._hierarchies.directory("cpu"), self._hierarchies.unified]
-        if not self._hierarchies.is_v2:
-            roots += [self._hierarchies.directory(name) for name in ("cpuacct", "freezer")]
-        for root in dict.fromkeys(root for root in roots if root is not None):
-            if self._hierarchies.is_v2 and "cpu" in self._hierarchies.controllers:
-                above = root
-                for name in self._path.split("/"):
-                    (above / "cgroup.subtree_control").write_text("+cpu")
-                    above /= name
-                    above.mkdir(exist_ok=True)
-            (root / self._path).mkdir(parents=True, exist_ok=True)
-        if self._hierarchies.directory("cpu") is None:
-            return False
         if self._hierarchies.is_v2:
-            values = {"cpu.max": f"{quota} {period}"}
+            values = {"cpu": {"cpu.max": f"{quota} {period}"}, "memory": {"memory.max": str(memory)}}
+            self._pass_down([name for name in values if name in self._hierarchies.controllers])
         else:
-            values = {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
-        for file, value in values.items():
-            path = self._file("cpu", file)
-            if path is None or not path.exists():
-                return False
-            path.write_text(value)
-        return True
+            values = {
+                "cpu": {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota},
+                "cpuacct": {},
+                "freezer": {},
+                "memory": {"memory.limit_in_bytes": str(memory)},
+            }
+            for name in values:
+                if (root := self._hierarchies.directory(name)) is not None:
+                    (root / self._path).mkdir(parents=True, exist_ok=True)
+        if self._hierarchies.unified is not None:
+            (self._hierarchies.unified / self._path).mkdir(parents=True, exist_ok=True)
+        for controller, files in values.items():
+            for file, value in files.items():
+                path = self._file(controller, file)
+                if path is not None and path.exists():
+                    path.write_text(value)
+
+    def _pass_down(self, controllers: list[str]) -> None:
+        """Let the groups above have ``controllers``, down to this one."""
+        above = self._hierarchies.unified
+        for name in self._path.split("/") if above is not None else []:
+            (above / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
+            above /= name
+            above.mkdir(exist_ok=True)
 
     def add(self, pid: int) -> None:
         """Put a process, with all its threads, into the group, which was made. :class:`OSError` when it has gone."""

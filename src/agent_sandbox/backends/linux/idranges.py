@@ -64,6 +64,14 @@ class IdRanges:
             self._write(name, owner)
             return True
 
+    def find(self, owner: Path) -> int | None:
+        """The first id of the range that ``owner`` has, None where it has none."""
+        with contextlib.suppress(FileNotFoundError), self._locked():
+            for path in self._directory.iterdir():
+                if self._owner(path.name) == str(owner):
+                    return int(path.name)
+        return None
+
     def release(self, owner: Path) -> None:
         """Give back whatever ``owner`` has."""
         with contextlib.suppress(FileNotFoundError), self._locked():

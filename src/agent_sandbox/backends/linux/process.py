@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +16,32 @@ class Process:
     pid: int
     start: int
 
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """The process that has this pid now, None without one."""
+        fields = _stat(pid)
+        return cls(pid, int(fields[19])) if fields else None
+
     def alive(self) -> bool:
         """Whether it still runs; zombies do not."""
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return False
-        fields = text[text.rindex(")") + 2 :].split()
-        return int(fields[19]) == self.start and fields[0] not in ("Z", "X")
+        fields = _stat(self.pid)
+        return bool(fields) and int(fields[19]) == self.start and fields[0] not in ("Z", "X")
+
+
+def processes_of(uid: int) -> list[Process]:
+    """The processes of this host that run as ``uid``."""
+    found = []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == uid and (process := Process.of(int(entry.name))):
+                found.append(process)
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc_pid_stat(5) from the third on, none where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
