@@ -1,4 +1,4 @@
-"""Running skopeo and umoci: bounded in time and output, watched while they work, dead when we are.
+"""Running the tools that images are made with: bounded in time and output, watched while they work, dead when we are.
 
 Argument lists only, nothing on stdin, a small environment. What a tool reads and writes is taken from its
 ``/proc/PID/io``, once every tenth of a second: that is the progress shown, it tells a slow transfer from one that
@@ -40,7 +40,7 @@ _PASSED = (
     *("HOME", "XDG_RUNTIME_DIR", "REGISTRY_AUTH_FILE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *(name for lower in ("http_proxy", "https_proxy", "no_proxy") for name in (lower, lower.upper())),
 )
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOGGED = re.compile(r'level=fatal msg="((?:[^"\\]|\\.)*)"')
 _QUERY = re.compile(r"\?[^\s\"']+")
 
@@ -53,20 +53,24 @@ class ToolFailedError(Exception):
         self.message = message
 
 
-def run(argv: Sequence[str], scratch: Path, tick: Tick, *, descriptors: Sequence[int] = ()) -> bytes:
+def run(
+    argv: Sequence[str], scratch: Path, tick: Tick, *, descriptors: Sequence[int] = (), install: str = INSTALL
+) -> bytes:
     """Run a tool in ``scratch``, where it also keeps its temporary files; return its standard output.
+
+    ``install`` says how to get the tool.
 
     :class:`ToolFailedError` when it fails; :class:`BackendError` when it is not installed or makes no progress;
     :class:`LimitExceededError` when it says too much.
     """
     for needed in (argv[0], "setpriv"):
-        if shutil.which(needed, path=_PATH) is None:
-            raise BackendError(f"{needed} is not installed; {INSTALL}" + " util-linux" * (needed == "setpriv"))
+        if shutil.which(needed, path=PATH) is None:
+            raise BackendError(f"{needed} is not installed; {install}" + " util-linux" * (needed == "setpriv"))
     environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
     with subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "--", *argv],
         cwd=scratch,
-        env={**environment, "PATH": _PATH, "TMPDIR": str(scratch), "LC_ALL": "C.UTF-8"},
+        env={**environment, "PATH": PATH, "TMPDIR": str(scratch), "LC_ALL": "C.UTF-8"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
