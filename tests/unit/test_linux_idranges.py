@@ -40,6 +40,15 @@ def test_the_lowest_free_range_is_taken(ranges: IdRanges, tmp_path: Path) -> Non
     assert (tmp_path / "ids" / "2013331456").readlink() == owner(tmp_path, 3)
 
 
+def test_a_range_is_found_by_its_owner(ranges: IdRanges, tmp_path: Path) -> None:
+    assert ranges.find(owner(tmp_path, 0)) is None
+    claimed = [ranges.claim(owner(tmp_path, number)) for number in range(2)]
+    assert [ranges.find(owner(tmp_path, number)) for number in range(2)] == claimed
+    ranges.release(owner(tmp_path, 1))
+    assert ranges.find(owner(tmp_path, 1)) is None
+    assert IdRanges(tmp_path / "none", FIRST).find(owner(tmp_path, 0)) is None
+
+
 def test_two_servers_never_get_the_same(tmp_path: Path) -> None:
     servers = [IdRanges(tmp_path / "ids", FIRST) for _ in range(2)]
     servers[0].prepare()

@@ -201,3 +201,38 @@ def test_other_errors_are_the_backends() -> None:
     assert type(failures.translate(ValueError("odd"), "reading")) is BackendError
     ours = ConflictError("mine")
     assert failures.translate(ours, "anything") is ours
+
+
+def test_a_group_that_no_runtime_makes_gets_both_limits_in_either_layout(tmp_path: Path) -> None:
+    v2, cpu, memory, freezer = (tmp_path / name for name in ("v2", "cpu", "memory", "freezer"))
+    for root, names in (
+        (v2, ("cpu.max", "memory.max")),
+        (cpu, ("cpu.cfs_period_us", "cpu.cfs_quota_us")),
+        (memory, ("memory.limit_in_bytes",)),
+        (freezer, ()),
+    ):
+        (root / "servers/box").mkdir(parents=True)  # the kernel makes the files with the directory
+        for name in names:
+            (root / "servers/box" / name).touch()
+    unified = Hierarchies(v2, {}, frozenset({"cpu", "memory", "pids"}), is_v2=True)
+    Groups(unified, "/servers/box").make(1.5, 4096)
+    assert (v2 / "servers/box/cpu.max").read_text() == "150000 100000"
+    assert (v2 / "servers/box/memory.max").read_text() == "4096"
+    assert [(v2 / top / "cgroup.subtree_control").read_text() for top in (".", "servers")] == ["+cpu +memory"] * 2
+    assert not (v2 / "servers/box/cgroup.subtree_control").exists()
+    legacy = Hierarchies(None, {"cpu": cpu, "memory": memory, "freezer": freezer})
+    groups = Groups(legacy, "/servers/box")
+    groups.make(0.001, 4096)
+    assert (cpu / "servers/box/cpu.cfs_period_us").read_text() == "100000"
+    assert (cpu / "servers/box/cpu.cfs_quota_us").read_text() == "1000"
+    assert (memory / "servers/box/memory.limit_in_bytes").read_text() == "4096"
+    groups.add(77)
+    assert [(root / "servers/box/cgroup.procs").read_text() for root in (cpu, memory, freezer)] == ["77"] * 3
+
+
+def test_a_group_is_made_without_the_limits_that_the_kernel_lacks(tmp_path: Path) -> None:
+    (tmp_path / "freezer").mkdir()
+    groups = Groups(Hierarchies(tmp_path / "v2", {"freezer": tmp_path / "freezer"}), "/servers/box")
+    groups.make(1.0, 4096)
+    assert {path.relative_to(tmp_path).parts[0] for path in groups.directories()} == {"v2", "freezer"}
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
