@@ -148,7 +148,10 @@ async def test_nothing_secret_is_told_to_the_engine(maker: Maker) -> None:
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Path:
-    """``own`` wants an entrypoint, a user and volumes of its own, ``bare`` has no shell, ``other`` another machine."""
+    """``own`` wants an entrypoint, a user and volumes of its own, ``bare`` has no shell, ``other`` another machine.
+
+    ``within`` has a volume in the workspace.
+    """
     builder = LayoutBuilder(tmp_path / "layout")
     root = build_rootfs(tmp_path / "root")
     full = builder.layer(_packed(root, tmp_path / "root.tar"))
@@ -157,7 +160,7 @@ def layout(tmp_path: Path) -> Path:
         "Cmd": ["never"],
         "User": "4242:4242",
         "Env": ["FROM_IMAGE=yes", "PATH=/bin"],
-        "Volumes": {"/data": {}},
+        "Volumes": {"/data": {}, "/workspace": {}, "/tmp/cache": {}, "/run/tool": {}},
         "WorkingDir": "/nowhere",
         "Healthcheck": {"Test": ["CMD", "/bin/false"], "Interval": 1_000_000_000},
     }
@@ -166,6 +169,7 @@ def layout(tmp_path: Path) -> Path:
     return builder.finish(
         tagged(builder.manifest([full], config), "own"),
         tagged(builder.manifest([bare]), "bare"),
+        tagged(builder.manifest([bare], {"Volumes": {"/workspace/sub": {}}}), "within"),
         tagged(builder.manifest([bare], architecture="s390x"), "other"),
     )
 
@@ -204,11 +208,27 @@ async def test_an_image_is_pulled_pinned_and_its_own_wishes_are_not_obeyed(maker
         assert await made.shell("id -u; echo $FROM_IMAGE; pwd; cat /data/lower") == "1000\nyes\n/workspace\nlower\n"
         assert (await made.run("echo x > /data/lower")).status != 0  # its volume has no limit, so it is read-only
         assert (await made.run("echo x > /new")).status != 0
+        mounted = [
+            line.split() for line in (await made.shell("echo x > /tmp/cache/x; cat /proc/self/mounts")).splitlines()
+        ]
+        assert {place: kind for _, place, kind, *_ in mounted if place in ("/tmp/cache", "/run/tool")} == {
+            "/tmp/cache": "tmpfs",
+            "/run/tool": "tmpfs",
+        }
         await emptied(backend)
         left = docker(
             maker.host, "volume", "ls", "-q", "--filter", f"label=io.agent-sandbox.instance={backend.instance}"
         )
         assert left == ""
+
+
+async def test_an_image_whose_volume_would_be_in_the_workspace_is_refused(maker: Maker, layout: Path) -> None:
+    backend = await maker.backend()
+    with serving(layout) as registry, forgotten(maker.host, f"{registry.host}/tools:within"):
+        resolved = await backend.resolve_image(f"{registry.host}/tools:within")
+        with pytest.raises(UnsupportedError, match="/workspace/sub"):
+            await box(backend, image(SPEC, resolved.name, resolved.digest))
+        assert await backend.list_ids() == []
 
 
 async def test_an_image_without_a_shell_runs_what_it_has(maker: Maker, layout: Path) -> None:

@@ -33,7 +33,7 @@ LAYOUT = Layout(
     instance="0123456789ab",
     daemon_args=("/run/sandboxd", "--listen", "/run/agent-sandbox/sock", "--config", "/run/agent-sandbox/config"),
     mounts=(Mount("bind", "/x/workspace", "/workspace"), Mount("bind", "/usr/sandboxd", "/run/sandboxd", True)),
-    volumes=("/data", "/workspace/sub", "/tmp/cache", "/workspaces"),
+    volumes=("/data", "/data/", "/workspace", "/x/../tmp/cache", "/tmp", "/run/tool", "/workspaces"),
 )
 PROFILE = seccomp.profile("x86_64")
 
@@ -78,9 +78,38 @@ def test_nothing_of_the_images_own_is_obeyed_and_its_volumes_are_read_only() -> 
         "sandbox",
     )
     volumes = {one["Target"]: one["ReadOnly"] for one in made["HostConfig"]["Mounts"] if one["Type"] == "volume"}
-    assert volumes == {"/data": True, "/workspaces": True}  # the others are covered by the sandbox's own mounts
+    assert volumes == {"/data": True, "/workspaces": True}
     names = [one["Source"] for one in made["HostConfig"]["Mounts"] if one["Type"] == "volume"]
-    assert names == ["asb-sb1-1-0", "asb-sb1-1-1"]
+    assert names == ["asb-sb1-1-0", "asb-sb1-1-3"]
+    memory = {one["Target"]: one["TmpfsOptions"] for one in made["HostConfig"]["Mounts"] if one["Type"] == "tmpfs"}
+    assert memory == {
+        "/tmp/cache": {"SizeBytes": 32 << 20, "Mode": 0o1777},
+        "/run/tool": {"SizeBytes": 1 << 20, "Mode": 0o755},
+    }
+    targets = [one["Target"] for one in made["HostConfig"]["Mounts"]]
+    assert len(targets) == len(set(targets))
+
+
+def test_a_volume_within_a_mount_of_the_sandboxs_own_is_found() -> None:
+    for volume, own in (
+        ("/workspace/node_modules", "/workspace"),
+        ("/x/../workspace/a/", "/workspace"),
+        ("/run/agent-sandbox/sock", "/run/agent-sandbox"),
+        ("/run/sandboxd.d/config", "/run/sandboxd.d"),
+    ):
+        found = container.misplaced_volume(["/data", volume])
+        assert found is not None
+        assert found[1] == own
+    assert container.misplaced_volume(["/workspace/", "/workspaces", "/tmp/x", "/run", "/data"]) is None
+
+
+def test_a_volume_that_an_engine_adds_is_seen() -> None:
+    mounts = [
+        {"Type": "volume", "Name": "asb-sb1-1-0", "Destination": "/data"},
+        {"Type": "bind", "Destination": "/workspace"},
+        {"Type": "volume", "Name": "2a98cd", "Destination": "/more"},
+    ]
+    assert container.unasked_volumes({"Mounts": mounts}) == ["/more"]
 
 
 def test_no_secret_is_in_it() -> None:

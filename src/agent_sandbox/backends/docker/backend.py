@@ -252,6 +252,7 @@ class DockerBackend(GuestBackend):
         try:
             async with translated("creating the sandbox"):
                 image = await self._image(spec.image, spec.image_digest)
+                self._require_no_volume_within(spec.image, image)
                 record = Record(
                     id,
                     spec,
@@ -266,6 +267,14 @@ class DockerBackend(GuestBackend):
         except BaseException:
             await settled(asyncio.ensure_future(self._undo(id)))
             raise
+
+    def _require_no_volume_within(self, name: str, image: images.Image) -> None:
+        found = container.misplaced_volume(image.config.volumes)
+        if found is not None:
+            reason = f"image {name!r} has one at {found[0]}, within {found[1]}: it would have no limit"
+            if found[1] == WORKSPACE:
+                reason += " and be in no snapshot"
+            raise UnsupportedError("image_volume", self.name, f"{reason}; build the image without it")
 
     async def _build(self, environment: Environment, record: Record, key: bytes, *, new: bool) -> None:
         """Make or open the workspace, make the container where there is none, start it and meet its daemon."""
@@ -429,7 +438,7 @@ class DockerBackend(GuestBackend):
             async with translated("holding the sandbox still"):
                 if not await self._thread(live.groups.freeze):
                     raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
-                mapped = await self._thread(has_shared_map, live.groups.processes())
+                mapped = await self._thread(lambda: has_shared_map(live.groups.frozen()))
             yield HeldWorkspace(str(path), mapped, upper)
         finally:
             await self._thread(live.groups.thaw)

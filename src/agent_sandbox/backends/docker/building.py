@@ -87,6 +87,11 @@ class Builder:
             await self._deliver(record, config, new=new)
         network = await self._network.ensure() if record.spec.network == "full" else "none"
         cid = await self._containers.create(record.id, self._body(record, mounts, network))
+        if record.volumes and (unasked := container.unasked_volumes(await self._containers.inspect(cid))):
+            raise BackendError(
+                f"the Docker engine gives the image volumes of its own at {', '.join(unasked)[:500]}, which have no "
+                "limit; build the image without them"
+            )
         record = replace(record, container=cid)
         await self._thread(environment.write, record)
         return record

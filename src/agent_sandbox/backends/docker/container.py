@@ -4,7 +4,9 @@ The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The engine shows the body to all its users.
 * The image's entrypoint, command, user and health check are replaced. Its volumes would be writable and without a
-  limit, so each becomes one that is read-only and shows what the image has there.
+  limit, so each becomes one that is read-only and shows what the image has there; below ``/tmp`` and ``/run``, which
+  are memory, an empty one of memory. An engine makes one for each path that has no mount of exactly that name, so one
+  within a mount of the sandbox's own, the workspace above all, is refused.
 * Every file system that a guest can write has a size: ``/tmp`` and ``/dev/shm`` count against its memory, ``/run`` is
   small and root's, ``/workspace`` is on the sandbox's own disk where the engine shares this host's files.
 * ``/proc`` cannot be given ``hidepid`` through an engine: the daemon is seen there, and shows nothing.
@@ -14,8 +16,9 @@ The rules
 from __future__ import annotations
 
 import json
+import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +52,16 @@ MASKED = (
 """More than engines mask by default: each sandbox's disk is a device of the host, so what lists devices, mounted file
 systems and locks tells of all sandboxes; the kernel's command line may hold what is the host's alone."""
 READ_ONLY = ("/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+_OWN = (WORKSPACE, PRIVATE, DAEMON, DELIVERED, "/dev/pts")
+"""Where a sandbox has mounts of its own."""
 _LOG_BYTES = "64k"
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mount of a container: a host's path (``bind``) or the name of a ``volume``.
+    """One mount of a container: a host's path (``bind``), the name of a ``volume``, or memory (``tmpfs``).
 
-    A volume that ``copies`` begins with what the image has there.
+    A volume that ``copies`` begins with what the image has there. ``size`` and ``mode`` are those of memory, in bytes.
     """
 
     kind: str
@@ -64,11 +69,15 @@ class Mount:
     target: str
     read_only: bool = False
     copies: bool = False
+    size: int = 0
+    mode: int = 0
 
     def body(self, labels: Mapping[str, str]) -> dict[str, Any]:
         """As the engine's API writes it."""
         body = {"Type": self.kind, "Source": self.source, "Target": self.target, "ReadOnly": self.read_only}
-        if self.kind == "bind":
+        if self.kind == "tmpfs":
+            body["TmpfsOptions"] = {"SizeBytes": self.size, "Mode": self.mode}
+        elif self.kind == "bind":
             body["BindOptions"] = {"Propagation": "rprivate"}
         else:
             body["VolumeOptions"] = {"Labels": dict(labels), "NoCopy": not self.copies}
@@ -111,12 +120,7 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
     """The body that creates the container of environment ``id``."""
     marks = labels(id, layout.instance)
     own = {mount.target for mount in layout.mounts}
-    covered = [path for path in layout.volumes if not any(_within(path, target) for target in (*own, "/tmp", "/run"))]
-    volumes = (
-        Mount("volume", f"{PREFIX}{id}-{number}", path, read_only=True, copies=True)
-        for number, path in enumerate(covered)
-    )
-    mounts = [*volumes, *layout.mounts]
+    mounts = [*_image_volumes(id, spec, layout.volumes, own), *layout.mounts]
     return {
         "Image": layout.image_id,
         "Hostname": "sandbox",
@@ -192,13 +196,47 @@ def limits(spec: SandboxSpec, *, pids_on_host: bool) -> dict[str, Any]:
     return found
 
 
+def misplaced_volume(volumes: Sequence[str]) -> tuple[str, str] | None:
+    """Find a volume of an image that lies within a mount of the sandbox's own; give both, or None where all is well."""
+    for volume in map(_normal, volumes):
+        for own in _OWN:
+            if volume != own and _within(volume, own):
+                return volume, own
+    return None
+
+
+def unasked_volumes(seen: Mapping[str, Any]) -> list[str]:
+    """Where a container, as the engine shows it, has volumes that nobody asked for: no limit holds in them."""
+    found = seen.get("Mounts") or ()
+    volumes = [one for one in found if isinstance(one, dict) and one.get("Type") == "volume"]
+    return [str(one.get("Destination")) for one in volumes if not str(one.get("Name")).startswith(PREFIX)]
+
+
+def _image_volumes(id: str, spec: SandboxSpec, volumes: Sequence[str], own: Collection[str]) -> list[Mount]:
+    """What stands in the place of an image's volumes; none where the sandbox has a mount of exactly that name."""
+    found = []
+    for path in dict.fromkeys(map(_normal, volumes)):
+        if path in own or path in tmpfs(spec):
+            continue
+        if _within(path, "/tmp"):
+            found.append(Mount("tmpfs", "", path, size=_tmp_mb(spec) * MIB, mode=0o1777))
+        elif _within(path, "/run"):
+            found.append(Mount("tmpfs", "", path, size=MIB, mode=0o755))
+        else:
+            found.append(Mount("volume", f"{PREFIX}{id}-{len(found)}", path, read_only=True, copies=True))
+    return found
+
+
 def tmpfs(spec: SandboxSpec) -> dict[str, str]:
     """The memory file systems and their options."""
-    size = min(spec.tmp_mb, max(1, spec.memory_mb // 2))
     return {
-        "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={size}m",
+        "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={_tmp_mb(spec)}m",
         "/run": "rw,noexec,nosuid,nodev,mode=0755,size=1m",
     }
+
+
+def _tmp_mb(spec: SandboxSpec) -> int:
+    return min(spec.tmp_mb, max(1, spec.memory_mb // 2))
 
 
 def sysctls(spec: SandboxSpec, layout: Layout) -> dict[str, str]:
@@ -261,6 +299,11 @@ def named_volume(name: str, id: str, instance: str) -> dict[str, Any]:
 def workspace_mount(kind: str, source: str) -> Mount:
     """The mount of ``/workspace``."""
     return Mount(kind, source, WORKSPACE)
+
+
+def _normal(path: str) -> str:
+    """A volume's path as an engine takes it."""
+    return posixpath.normpath("/" + path.lstrip("/"))
 
 
 def _within(path: str, directory: str) -> bool:
