@@ -23,6 +23,7 @@ from rich.table import Table
 
 from tests.bench.contenders import BUILD, Contender, Floor, docker_runs, gvisor_runs, ours, peer, say
 from tests.bench.lean import Lean
+from tests.bench.workspaces import histories, snapshots
 
 
 class Bench:
@@ -32,6 +33,7 @@ class Bench:
         self.contenders = contenders
         self.rows: dict[str, dict[str, list[float]]] = {}
         self.failures: dict[str, list[str]] = {}
+        self.facts: list[str] = []
 
     def measure(self, row: str, who: str, operation: Callable[..., Any], *args: Any) -> Any:
         """Time one operation; a failure is recorded and ends nothing."""
@@ -95,30 +97,6 @@ def get(lean: Lean, path: str, data: bytes) -> None:
     status, body = lean.request("GET", path)
     if status != 200 or body != data:
         raise RuntimeError(f"GET: {status}, {len(body)} bytes")
-
-
-def snapshots(bench: Bench, rounds: int) -> None:
-    """Snapshot, rollback and fork of a small workspace (one file of 1 KB)."""
-    boxes = {contender.name: contender.create() for contender in bench.contenders}
-    for _ in range(rounds):
-        for contender in bench.contenders:
-            snapshot_cycle(bench, contender, boxes[contender.name])
-    for contender in bench.contenders:
-        contender.destroy(boxes[contender.name])
-
-
-def snapshot_cycle(bench: Bench, contender: Contender, id: str) -> None:
-    """One snapshot, one rollback to it, one fork of it."""
-    lean, path = contender.lean, f"/v1/sandboxes/{id}"
-    put(lean, f"{path}/files?path=/workspace/small", b"x" * 1024)
-    made = bench.measure("snapshot, small", contender.name, lean.call, "POST", f"{path}/snapshots", {})
-    snapshot = f"/v1/snapshots/{made['id']}"
-    body = {"snapshot_id": made["id"]}
-    bench.measure("rollback, small", contender.name, lean.call, "POST", f"{path}/rollback", body)
-    forked = bench.measure("fork, small", contender.name, lean.call, "POST", f"{snapshot}/fork", {})
-    if forked:
-        contender.destroy(forked["id"])
-    lean.call("DELETE", snapshot)
 
 
 def through_sdk(bench: Bench, rounds: int) -> None:
@@ -190,6 +168,8 @@ def show(bench: Bench, rates: dict[str, tuple[float, int]], console: Console) ->
     create = statistics.median(bench.rows["create"]["ours"])
     floor = statistics.median(bench.rows["runc run -d, by hand"]["ours"])
     console.print(f"create is {create / floor:.2f} times the runtime's own start")
+    for fact in bench.facts:
+        console.print(fact)
     for row, texts in bench.failures.items():
         console.print(f"[red]{row}: {len(texts)} failed, first: {texts[0]}")
 
@@ -218,6 +198,8 @@ def main() -> int:
         through_sdk(bench, options.rounds)
         say("snapshots …")
         snapshots(bench, max(3, options.rounds // 20))
+        say("histories, forks and huge workspaces …")
+        histories(bench)
         say("throughput …")
         rates = {c.name: throughput(c, 10.0 if c.name == "peer" else 5.0) for c in contenders}
         resident = {c.name: c.resident_kib() for c in contenders}
@@ -225,7 +207,13 @@ def main() -> int:
     show(bench, rates, console)
     console.print(f"resident memory of the server afterwards, KiB: {resident}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    raw = {"rows": bench.rows, "failures": bench.failures, "throughput": rates, "resident_kib": resident}
+    raw = {
+        "rows": bench.rows,
+        "failures": bench.failures,
+        "facts": bench.facts,
+        "throughput": rates,
+        "resident_kib": resident,
+    }
     options.json.write_text(json.dumps(raw))
     return 1 if bench.failures else 0
 

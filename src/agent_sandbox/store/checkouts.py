@@ -28,9 +28,11 @@ Everything blocks; threads may share one cache, processes may not.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -53,6 +55,8 @@ MAX_ANCESTORS = 64
 VERSION = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_TOPDIR_FL = 0x80086601, 0x40086602, 0x00020000
+"""Of linux/fs.h, on machines of 64 bits."""
 
 
 @dataclass(slots=True)
@@ -107,6 +111,7 @@ class Checkouts:
         Where nobody knows what is in use, only that goes which a power loss may have torn.
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _spread_subdirectories(self._directory)
         markers = {path.name: self._marker(path) for path in self._directory.iterdir() if path.is_dir()}
         kept = {name: layer for name, layer in markers.items() if layer is not None}
         for name in [name for name, layer in kept.items() if not self._stands(layer, kept)]:
@@ -360,6 +365,19 @@ def _opened(directory: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _spread_subdirectories(directory: Path) -> None:
+    """Have ext4 begin each new layer in another part of the disk (``chattr +T``), where the file system has that.
+
+    Beside files that were removed a short while ago, as evicted layers are, ext4 looks at each of their inodes again
+    for every file that is made, since it does not use them for a while: 10,000 files then took 6 s instead of one.
+    """
+    with suppress(OSError), _opened(directory) as descriptor:
+        flags = bytearray(8)
+        fcntl.ioctl(descriptor, _FS_IOC_GETFLAGS, flags)
+        wanted = int.from_bytes(flags[:4], sys.byteorder) | _FS_TOPDIR_FL
+        fcntl.ioctl(descriptor, _FS_IOC_SETFLAGS, wanted.to_bytes(4, sys.byteorder) + bytes(4))
 
 
 def _name(root: Entry, owner: tuple[int, int]) -> str:

@@ -59,11 +59,11 @@ class Reader:
 
     def take(self, length: int) -> bytes:
         """The next ``length`` bytes."""
-        if length > self._end - self.at:
+        at = self.at
+        if length > self._end - at:
             raise self.damaged("it ends too early")
-        data = self._data[self.at : self.at + length]
-        self.at += length
-        return data
+        self.at = at = at + length
+        return self._data[at - length : at]
 
     def u8(self) -> int:
         """One byte."""
@@ -75,15 +75,20 @@ class Reader:
 
     def uvarint(self, most: int = MAX_UVARINT) -> int:
         """An unsigned number of at most ``most``."""
+        data, at, end = self._data, self.at, self._end
         value = shift = 0
         while True:
-            byte = self.u8()
+            if at >= end:
+                raise self.damaged("it ends too early")
+            byte = data[at]
+            at += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
                 break
             shift += 7
             if shift > 63:
                 raise self.damaged("a number is too long")
+        self.at = at
         if byte == 0 and shift:
             raise self.damaged("a number is not in its shortest form")
         if value > most:

@@ -108,6 +108,16 @@ def test_a_state_is_built_once_and_shared(place: Place) -> None:
     assert ((other / "a").stat().st_uid, (other / "a").stat().st_gid) == (7, 8)
 
 
+def test_each_layer_begins_in_another_part_of_the_disk(place: Place) -> None:
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", place.directory], check=True, capture_output=True, text=True
+    ).stdout
+    if kind.strip() != "ext2/ext3":
+        pytest.skip(f"the flag is ext4's; this is {kind.strip()}")
+    shown = subprocess.run(["lsattr", "-d", place.directory], check=True, capture_output=True, text=True).stdout
+    assert "T" in shown.split()[0]
+
+
 def test_what_changed_is_one_more_layer_and_the_stack_stays_shallow(place: Place, tmp_path: Path) -> None:
     first = place.commit(a="one", b="two")
     place.layers(first)

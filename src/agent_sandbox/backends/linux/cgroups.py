@@ -217,7 +217,8 @@ class Groups:
     def _pass_down(self, controllers: list[str]) -> None:
         """Let the groups above have ``controllers``, down to this one."""
         above = self._hierarchies.unified
-        for name in self._path.split("/") if above is not None else []:
+        assert above is not None
+        for name in self._path.split("/"):
             (above / "cgroup.subtree_control").write_text(" ".join(f"+{controller}" for controller in controllers))
             above /= name
             above.mkdir(exist_ok=True)
@@ -250,6 +251,12 @@ class Groups:
     def processes(self) -> set[int]:
         """The processes in any hierarchy, of subgroups as well."""
         return {pid for directory in self.directories() for pid in _members(directory)}
+
+    def frozen(self) -> set[int]:
+        """The processes that :meth:`freeze` stops, of subgroups as well."""
+        state, unified = self._file("freezer", "freezer.state"), self._hierarchies.unified
+        directory = state.parent if state is not None else unified / self._path if unified is not None else None
+        return set() if directory is None else set(_members(directory))
 
     def kill(self) -> None:
         """Send SIGKILL to every process, so that none can fork its way out. They may take a moment to be gone."""

@@ -461,7 +461,7 @@ class OciBackend(GuestBackend):
             async with translated("holding the sandbox still"):
                 if not await self._thread(groups.freeze):
                     raise ConflictError("the sandbox's processes did not stop within seconds; its disk may be busy")
-                mapped = await self._thread(has_shared_map, groups.processes())
+                mapped = await self._thread(lambda: has_shared_map(groups.frozen()))
             yield HeldWorkspace(str(disk.workspace), mapped, str(disk.changes) if record.layers else None)
         finally:
             await self._thread(groups.thaw)
