@@ -1,4 +1,4 @@
-"""``image import|pull|ls|inspect|rm``: root filesystems on this machine.
+"""``image import|pull|ls|inspect|rm``: root filesystems on this machine. Those of microVMs are in machine_images.py.
 
 These commands work on the data directory itself, so they run where the server runs, as its user, whether the server
 runs or not. What sandboxes and snapshots stand on is read from the server's state and is not removed.
@@ -7,9 +7,6 @@ runs or not. What sandboxes and snapshots stand on is read from the server's sta
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -17,14 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import exit_codes, options, output
-from agent_sandbox.cli.exit_codes import NeedsRootError
-from agent_sandbox.config import Settings, load_settings
+from agent_sandbox.cli import exit_codes, machine_images, options, output
+from agent_sandbox.cli.image_work import open_store, progress
 from agent_sandbox.errors import ConflictError, InvalidRequestError, SandboxError
 
 if TYPE_CHECKING:
     from agent_sandbox.images import ImageInfo, ImageStore, Source
-    from agent_sandbox.images.sources import Progress
 
 
 class Kind(StrEnum):
@@ -56,6 +51,7 @@ def register(root: typer.Typer) -> None:
     app.command("import")(import_)
     for command in (pull, ls, inspect, rm):
         app.command()(command)
+    machine_images.register(app)
     root.add_typer(app, name="image")
 
 
@@ -80,7 +76,7 @@ def import_(
     """Import an image under a digest of its content, and let a name lead to it."""
     from agent_sandbox.images import find_source
 
-    store, _ = _store()
+    store, _ = open_store()
     _import(store, name, find_source(source, kind.value if kind else None, ref, authfile), as_json)
 
 
@@ -102,13 +98,13 @@ def pull(
             name = parse_registry_reference(reference).local_name()
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{error.message}; or give the image a --name") from error
-    store, _ = _store()
+    store, _ = open_store()
     _import(store, name, find_source(reference, "registry", authfile=authfile), as_json)
 
 
 def ls(as_json: options.Json = False) -> None:
     """List the images. The host image has no digest: it changes with the host."""
-    store, _ = _store()
+    store, _ = open_store()
     found = store.list()
     if as_json:
         output.data([_summary(info) for info in found])
@@ -132,7 +128,7 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show what is known of an image. Of its config only the environment has an effect: see the how-to page."""
-    store, _ = _store()
+    store, _ = open_store()
     info = store.inspect(name)
     if as_json:
         output.data(_details(info))
@@ -157,7 +153,7 @@ def rm(
 
     Goes through the whole list; ends with the code of the first error.
     """
-    store, settings = _store()
+    store, settings = open_store()
     state = settings.data_dir / "state.db"
     first, removed = exit_codes.OK, []
     for name in names:
@@ -173,18 +169,9 @@ def rm(
     raise typer.Exit(first)
 
 
-def _store() -> tuple[ImageStore, Settings]:
-    from agent_sandbox.images import ImageStore
-
-    settings = load_settings()
-    if os.geteuid() != 0:
-        raise NeedsRootError("images are kept in the server's data directory, which needs root: run with sudo")
-    return ImageStore(settings.data_dir, *settings.sandbox_ids()), settings
-
-
 def _import(store: ImageStore, name: str, source: Source, as_json: bool) -> None:
-    with _progress() as progress:
-        info = store.import_image(name, source, progress)
+    with progress() as report:
+        info = store.import_image(name, source, report)
     if as_json:
         output.data(_details(info))
     else:
@@ -229,27 +216,3 @@ async def _digests_in_use(state: Path) -> set[str]:
             raise ConflictError("the record of a sandbox cannot be read, and so not what it stands on: remove it first")
         used.add(sandbox.spec.image_digest)
     return used - {""}
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Yield what an import reports to; on a terminal it is a progress bar on the standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda phase, done, total: None
-        return
-    columns = (TextColumn("{task.description:<8}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                for task in tasks.values():
-                    bar.stop_task(task)
-                tasks[phase] = bar.add_task(phase)
-            bar.update(tasks[phase], completed=done, total=total or None)
-
-        yield progress

@@ -152,6 +152,7 @@ def skeleton(host: Path, uid: int, gid: int) -> dict[str, Entry]:
         "hosts": HOSTS.encode(),
         "hostname": b"sandbox\n",
         "resolv.conf": b"",
+        "machine-id": b"",
         "nsswitch.conf": NSSWITCH.encode(),
         "profile": PROFILE.encode(),
         "shells": b"/bin/sh\n/bin/bash\n",

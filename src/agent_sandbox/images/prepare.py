@@ -1,7 +1,8 @@
 """What an imported root file system gets so that a sandbox can run on it.
 
 Mount points, an entry for the sandbox user in passwd and group where the ids have none, and the small files that name
-the host and its network: ``hosts``, ``hostname``, an empty ``resolv.conf``. All of it through a
+the host and its network: ``hosts``, ``hostname``, an empty ``resolv.conf``; and an empty ``machine-id`` where there is
+none, over which a machine of its own gets its id. All of it through a
 :class:`~agent_sandbox.images.confined.Tree`, since any of these names may be a link in the image. A link in the place
 of a mount point or of one of these files is replaced; the directory ``/etc`` itself must be one.
 """
@@ -37,6 +38,8 @@ def prepare_rootfs(tree: Tree, uid: int, gid: int) -> None:
     _write(tree, b"etc/hosts", HOSTS.encode())
     _write(tree, b"etc/hostname", b"sandbox\n")
     _write(tree, b"etc/resolv.conf", b"")
+    if tree.mode(b"etc/machine-id") is None:
+        _write(tree, b"etc/machine-id", b"", 0o444)
 
 
 def add_user(passwd: bytes, uid: int, gid: int) -> bytes:
@@ -85,10 +88,10 @@ def _read(tree: Tree, path: bytes) -> bytes:
     return content
 
 
-def _write(tree: Tree, path: bytes, content: bytes) -> None:
+def _write(tree: Tree, path: bytes, content: bytes, mode: int = 0o644) -> None:
     tree.make_way(path, for_directory=False)
     parent, name = tree.parent(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, 0o644, dir_fd=parent), "wb") as file:
-        os.fchmod(file.fileno(), 0o644)
+    with os.fdopen(os.open(name, flags, mode, dir_fd=parent), "wb") as file:
+        os.fchmod(file.fileno(), mode)
         file.write(content)

@@ -39,6 +39,7 @@ from agent_sandbox.images.digest import summarize
 from agent_sandbox.images.host import HostImage
 from agent_sandbox.images.image_config import ImageConfig, image_digest
 from agent_sandbox.images.kinds import Source, find_source
+from agent_sandbox.images.machine import MachineImages
 from agent_sandbox.images.packed import unpack
 from agent_sandbox.images.prepare import prepare_rootfs
 from agent_sandbox.images.references import HOST, check_name, parse_reference
@@ -87,12 +88,16 @@ class ImageRoot:
 
 
 class ImageStore:
-    """The images below ``data_dir``; ``uid`` and ``gid`` are the sandbox user, who gets an entry in each."""
+    """The images below ``data_dir``; ``uid`` and ``gid`` are the sandbox user, who gets an entry in each.
 
-    def __init__(self, data_dir: Path, uid: int = 1000, gid: int = 1000) -> None:
+    ``machines`` is where microVMs have theirs, ``machine`` in ``data_dir`` when None: what is removed goes there, too.
+    """
+
+    def __init__(self, data_dir: Path, uid: int = 1000, gid: int = 1000, machines: Path | None = None) -> None:
         self._directory = data_dir / "images"
         self._index = self._directory / "index.json"
         self._uid, self._gid = uid, gid
+        self._machines = MachineImages(machines or data_dir / "machine")
         self._host = HostImage(self._directory / "host", uid, gid)
 
     def prepare(self, in_use: set[Path]) -> None:
@@ -264,6 +269,7 @@ class ImageStore:
                 self._write_names(names)
                 raise
         discard(dead)
+        self._machines.forget(digest)
 
     # -- files -------------------------------------------------------------------------
 

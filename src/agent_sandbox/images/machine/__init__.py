@@ -63,3 +63,7 @@ class MachineImages:
         meanwhile. Nothing is left behind by a failure.
         """
         return self._roots.open(image, digest, progress)
+
+    def forget(self, digest: str) -> None:
+        """Remove the root file system of an image that was removed. Who runs on it keeps it."""
+        self._roots.remove(digest)
