@@ -73,7 +73,7 @@ $(STAMPS)/store-bench-tools: $(STAMPS)/system
 
 $(STAMPS)/test-tools: $(STAMPS)/system
 	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
-	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io
+	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io qemu-system-x86 erofs-utils
 	@touch $@
 
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from agent_sandbox.errors import BackendError
+from agent_sandbox.images.machine import MachineImages
 from tests import dockerd
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None, print_blob=True)
@@ -32,3 +35,18 @@ def docker_host() -> Iterator[str]:
     """The address of a Docker engine that runs for these tests, as ``AGENT_SANDBOX_DOCKER_HOST`` takes it."""
     with dockerd.engine() as host:
         yield host
+
+
+@pytest.fixture(scope="session")
+def machine_dir() -> Path:
+    """A directory for ``AGENT_SANDBOX_MACHINE_DIR`` with a kernel in it, which all tests and their processes share.
+
+    Debian's package is fetched once and kept in ``build``; ``make clean`` removes it.
+    """
+    directory = Path(__file__).resolve().parents[1] / "build" / "test-machine"
+    machines = MachineImages(directory)
+    try:
+        machines.kernel(Path("/bin/true"))
+    except BackendError:
+        machines.prepare_kernel()
+    return directory
