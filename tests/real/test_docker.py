@@ -115,6 +115,35 @@ async def test_what_has_a_sandboxs_name_is_left_alone(maker: Maker) -> None:
         docker(maker.host, "rm", "-f", foreign)
 
 
+async def test_an_image_that_has_a_sandboxs_labels_makes_no_container_one(maker: Maker) -> None:
+    """Whoever keeps a sandbox as an image keeps its labels, and has them on each container of that image."""
+    backend = await maker.backend()
+    mine = await box(backend)
+    name = f"kept-{secrets.token_hex(4)}:1"
+    with forgotten(maker.host, name):
+        docker(maker.host, "commit", "--pause=false", f"asb-{mine.id}", name)
+        labels = docker(maker.host, "inspect", "--format", "{{json .Config.Labels}}", name)
+        assert json.loads(labels)["io.agent-sandbox.id"] == mine.id
+        foreign = docker(maker.host, "create", name, "/none")
+        try:
+            await backend.destroy(mine.id)
+            await emptied(backend)
+            assert docker(maker.host, "inspect", "--format", "{{.Id}}", foreign) == foreign
+        finally:
+            docker(maker.host, "rm", "-f", foreign)
+
+
+async def test_a_sandbox_that_was_renamed_is_removed_all_the_same(maker: Maker) -> None:
+    backend = await maker.backend()
+    mine = await box(backend)
+    cid = docker(maker.host, "inspect", "--format", "{{.Id}}", f"asb-{mine.id}")
+    docker(maker.host, "rename", cid, f"renamed-{mine.id}")
+    again = await maker.backend()  # which has it from the record alone
+    await again.destroy(mine.id)
+    await emptied(again)
+    assert docker(maker.host, "ps", "-aq", "--no-trunc", "--filter", f"id={cid}") == ""
+
+
 async def test_two_servers_on_one_engine_know_only_their_own(maker: Maker) -> None:
     one, two = await maker.backend("one"), await maker.backend("two")
     mine, theirs = await box(one), await box(two)

@@ -3,7 +3,7 @@
 Strategy
 --------
 * An environment is a directory of the server's (``places.py``) and what the engine has with its labels: a container,
-  volumes. It is found by directory and labels, never by name, and every part can be removed alone.
+  volumes. It is found by directory, and by labels and name together, and every part can be removed alone.
 * Where the engine shares this host's files (``facts.py``), the workspace is on a disk of this host, as with the oci
   backend: bound into the container, or, over layers, an overlay that the engine mounts as a volume. That it arrived is
   proven before the sandbox counts as made: the daemon has to read through ``/workspace`` what was put there. Elsewhere
@@ -334,6 +334,8 @@ class DockerBackend(GuestBackend):
 
     async def _end(self, id: str, *, by_engine: bool = True) -> None:
         """End every process of the environment, which cannot be found from now on; return when none is left."""
+        with contextlib.suppress(SandboxError):  # its container may be called otherwise by now
+            await self._record(id)
         try:
             await self._thread(self._places.environment(id).forget)
         except OSError as error:
@@ -575,6 +577,7 @@ class DockerBackend(GuestBackend):
             raise NotFoundError(f"there is no environment {id}")
         if id not in self._records:
             record = await self._thread(self._places.environment(id).record)
+            self._containers.know(record.container)
             self._records[id] = record
         return self._records[id]
 

@@ -160,7 +160,7 @@ class Builder:
             container.workspace_mount("volume", PREFIX + id),
         )
         body = container.messenger(id, record.image_id, self._instance, mounts)
-        cid = await self._containers.create(f"{id}-setup", body)
+        cid = await self._containers.create(f"{id}{container.SETUP}", body)
         daemon = await self._thread(self._sandboxd.read_bytes)
         packed = await self._thread(archive, [("sandboxd", 0o755, daemon), ("config", 0o600, config)])
         await self._engine.put_archive(cid, DELIVERED, packed)

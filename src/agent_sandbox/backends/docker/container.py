@@ -26,6 +26,8 @@ from agent_sandbox.types import WORKSPACE, SandboxSpec
 
 LABEL = "io.agent-sandbox"
 PREFIX = "asb-"
+SETUP = "-setup"
+"""What the name of an environment's messenger has behind it."""
 PRIVATE = "/run/agent-sandbox"
 """The daemon's directory, of mode 0700: its socket, and its configuration where the host's files are shared."""
 DAEMON, DELIVERED = "/run/sandboxd", "/run/sandboxd.d"

@@ -1,7 +1,10 @@
-"""One server's containers and volumes on an engine, found by their labels and touched by their full ids.
+"""One server's containers and volumes on an engine, found by their labels and names and touched by their full ids.
 
-A name is never a reason to touch something: another program may have made what has it. What this server asked for and
-got no answer about has its labels, and so is found again.
+A name alone is no reason to touch something: another program may have made what has it. Nor are labels: a container has
+those of its image, and an image made of a sandbox (``docker commit``) has the sandbox's. So what counts as this
+server's is what has the labels **and** the name that it gives to that environment, which no image can bring along; or
+whose full id the engine acknowledged to it, whatever it is called by now. What it asked for and got no answer about has
+both, and so is found again.
 """
 
 from __future__ import annotations
@@ -32,16 +35,24 @@ class Containers:
     def __init__(self, engine: Engine, instance: str) -> None:
         self._engine = engine
         self._instance = instance
+        self._acknowledged: set[str] = set()
+
+    def know(self, cid: str) -> None:
+        """Take a container for this server's, by the full id that the engine acknowledged."""
+        if cid:
+            self._acknowledged.add(cid)
 
     async def find(self, id: str | None = None) -> list[dict[str, Any]]:
         """The containers of one environment, or of all, as the engine lists them: stopped and half-made ones too."""
         listed = await self._engine.get("/containers/json", all="true", filters=container.filters(self._instance, id))
-        return [one for one in listed if isinstance(one, dict) and isinstance(one.get("Id"), str)]
+        found = [one for one in listed if isinstance(one, dict) and isinstance(one.get("Id"), str)]
+        return [one for one in found if one["Id"] in self._acknowledged or _has_our_name(one)]
 
     async def volumes(self, id: str | None = None) -> list[dict[str, Any]]:
         """The volumes of one environment, or of all."""
         listed = await self._engine.get("/volumes", filters=container.filters(self._instance, id))
-        return [one for one in (listed or {}).get("Volumes") or () if isinstance(one, dict)]
+        found = [one for one in (listed or {}).get("Volumes") or () if isinstance(one, dict)]
+        return [one for one in found if f"{one.get('Name')}-".startswith(f"{container.PREFIX}{_environment(one)}-")]
 
     async def make_volume(self, body: Mapping[str, Any]) -> None:
         """Make a volume, or find the one that was made for the same. :class:`ConflictError` for somebody else's.
@@ -55,7 +66,7 @@ class Containers:
     async def ids(self) -> set[str]:
         """The environments that have something on the engine."""
         found = [*await self.find(), *await self.volumes()]
-        return {str((one.get("Labels") or {}).get(f"{container.LABEL}.id", "")) for one in found} - {""}
+        return {_environment(one) for one in found} - {""}
 
     async def create(self, id: str, body: Mapping[str, Any]) -> str:
         """Create a container that is not started; return the full id that the engine acknowledges.
@@ -74,6 +85,7 @@ class Containers:
             if "image" in error.message.lower():
                 raise NotFoundError(f"the sandbox's image has gone from the Docker engine ({error.message})") from None
             raise BackendError(f"the sandbox could not be created: {error.message}") from error
+        self.know(str(made["Id"]))
         return str(made["Id"])
 
     async def start(self, cid: str) -> None:
@@ -130,10 +142,20 @@ class Containers:
         for one in await self.find(id):
             with contextlib.suppress(NotFoundError):
                 await self._engine.delete(f"/containers/{one['Id']}", force="true", v="true")
+            self._acknowledged.discard(one["Id"])
         if volumes:
             for volume in await self.volumes(id):
                 with contextlib.suppress(NotFoundError):
                     await self._engine.delete(f"/volumes/{volume['Name']}")
+
+
+def _environment(one: Mapping[str, Any]) -> str:
+    return str((one.get("Labels") or {}).get(f"{container.LABEL}.id", ""))
+
+
+def _has_our_name(one: Mapping[str, Any]) -> bool:
+    name = f"/{container.PREFIX}{_environment(one)}"
+    return bool({name, f"{name}{container.SETUP}"} & set(map(str, one.get("Names") or ())))
 
 
 def live_process(state: Mapping[str, Any]) -> Process | None:

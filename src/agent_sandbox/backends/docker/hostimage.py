@@ -66,7 +66,7 @@ class HostOnEngine:
         name = f"{REPOSITORY}:{rootfs.parent.name}"
         with contextlib.suppress(NotFoundError):
             found = await self._engine.get(f"/images/{name}/json")
-            if (found.get("Config") or {}).get("Labels", {}).get(f"{LABEL}.managed") == "true":
+            if ((found.get("Config") or {}).get("Labels") or {}).get(f"{LABEL}.managed") == "true":
                 return Image(str(found["Id"]))
         archive = await asyncio.to_thread(_packed, rootfs)
         await self._engine.import_image(archive, REPOSITORY, rootfs.parent.name, f"LABEL {LABEL}.managed=true")
