@@ -1,0 +1,456 @@
+"""QEMU as a monitor: each machine is one process that outlives the server and can open nothing.
+
+Strategy
+--------
+* The server opens files, binds sockets and makes the memory; QEMU is started by ``setpriv`` as a user without rights,
+  with these descriptors, under its own system call filter. It needs no path, so its directories may be closed.
+* Nothing that QEMU writes grows: the guest's console, and what QEMU says of errors, go into small files of fixed size
+  that have no name. The console's beginning is what tells why a guest did not boot.
+* It starts with its processors stopped. Its control socket answers once everything is in place, so an error comes
+  before the guest has run, with QEMU's words.
+* A machine is saved from outside: device state through QMP, without memory (some 15 KB), and the memory as
+  ``memory.py`` says. It goes on in a QEMU that gets the state over a socket and maps the memory.
+* Whether KVM works is tried with the processor that guests get: some hosts have a /dev/kvm that opens and runs nothing.
+
+Known ugliness: device state without memory is written by ``xen-save-devices-state``, which works without Xen. Migration
+with ``x-ignore-shared`` leaves memory out as well, but only of machines that are no forks.
+
+::
+
+    dest/memory     the guest's memory, sparse
+    dest/state      the devices', in QEMU's own format
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.processor import machine as machine_kind
+from agent_sandbox.backends.linux.spawning import ENVIRONMENT, spawn
+from agent_sandbox.backends.linux.waiting import settled
+from agent_sandbox.backends.microvm import command, memory
+from agent_sandbox.backends.microvm.command import Given
+from agent_sandbox.backends.microvm.monitor import Adopt, Facts, Machine, MachineSpec
+from agent_sandbox.backends.microvm.qmp import Qmp, clean
+from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError
+
+KVM = Path("/dev/kvm")
+REMEDY = "install it with: apt-get install qemu-system-x86"
+MEMORY_FILE, STATE_FILE = "memory", "state"
+QMP_SOCKET, GUEST_SOCKET = "qmp.sock", "guest.sock"
+_PROBE_PORT, _PROBE_VALUE = 0x501, 0x21
+_PROBE_CODE = _PROBE_VALUE * 2 + 1
+"""What QEMU ends with when the guest writes the value to the port of its device isa-debug-exit."""
+_PROBE_FIRMWARE = (
+    # mov al, value; mov dx, port; out dx, al; then hlt for ever
+    bytes([0xB0, _PROBE_VALUE, 0xBA, *_PROBE_PORT.to_bytes(2, "little"), 0xEE, 0xF4, 0xEB, 0xFD]).ljust(0xFFF0, b"\xf4")
+    # at the reset vector: jmp f000:0000
+    + bytes([0xEA, 0, 0, 0, 0xF0]).ljust(16, b"\xf4")
+)
+_START_SECONDS = 60.0
+"""QEMU is ready in 0.1 s; a host with more machines than processors takes longer."""
+_PROBE_SECONDS = 10.0
+_QUIT_SECONDS = 5.0
+_PAUSE_SECONDS = 0.002
+_STATE_BYTES = 64 << 20
+"""Of device state: some 15 KB, of which a machine's buffers are a part. A monitor that sends more is broken."""
+_PIPE_BYTES = 64 * 1024
+_OUTPUT_BYTES = 16 * 1024
+_CONSOLE_BYTES = 64 * 1024
+_CONSOLES_KEPT = 64
+"""Of machines that ended, until somebody asks why."""
+_SOCKET_PATH_BYTES = 107
+"""unix(7): an address holds 108 bytes with the zero at its end."""
+_VERSION = re.compile(r"^QEMU emulator version (\S+(?: \([^)]*\))?)")
+
+T = TypeVar("T")
+
+
+class QemuMonitor:
+    """Machines on QEMU. See the rules in ``monitor.py``. Use it from one event loop."""
+
+    overhead_mb = 160
+    """QEMU itself takes 40 MiB, with devices and threads; translated code under TCG has a cache of its own size."""
+
+    def __init__(self, program: str = "") -> None:
+        self._name = program or "qemu-system-x86_64"
+        self._program = ""
+        self._setpriv = ""
+        self._facts: Facts | None = None
+        self._tsc_khz: int | None = None
+        self._fills = memory.Fills()
+        self._children: dict[int, int] = {}
+        self._consoles: OrderedDict[Process, int] = OrderedDict()
+
+    @property
+    def facts(self) -> Facts:
+        if self._facts is None:
+            raise BackendError("the monitor was not looked for yet")
+        return self._facts
+
+    async def find(self) -> Facts:
+        if self._facts is None or not os.access(self._program, os.X_OK):
+            self._program = _find(self._name, REMEDY)
+            self._setpriv = _find("setpriv", "install it with: apt-get install util-linux")
+            self._facts = await self._look()
+        return self._facts
+
+    async def start(self, spec: MachineSpec, adopt: Adopt | None = None) -> Machine:
+        return await self._start(spec, None, adopt)
+
+    async def start_from(self, spec: MachineSpec, saved: Path, adopt: Adopt | None = None) -> Machine:
+        return await self._start(spec, saved, adopt)
+
+    async def pause(self, machine: Machine) -> None:
+        async with Qmp(machine.directory / QMP_SOCKET) as qmp:
+            await qmp.execute("stop")
+
+    async def resume(self, machine: Machine) -> None:
+        async with Qmp(machine.directory / QMP_SOCKET) as qmp:
+            await qmp.execute("cont")
+
+    async def running(self, machine: Machine) -> bool:
+        async with Qmp(machine.directory / QMP_SOCKET) as qmp:
+            return _status(await qmp.execute("query-status")) == "running"
+
+    async def save(self, machine: Machine, memory_mb: int, dest: Path) -> None:
+        async with Qmp(machine.directory / QMP_SOCKET) as qmp:
+            if _status(await qmp.execute("query-status")) != "paused":
+                raise BackendError("a machine is saved only while it is paused")
+            state = await _device_state(qmp)
+        with _room():
+            await _thread(_write, dest / STATE_FILE, state)
+            await _thread(memory.save, machine.process, Given.MEMORY, memory_mb, dest / MEMORY_FILE)
+
+    async def console(self, machine: Machine) -> str:
+        return await _thread(self._console, machine.process)
+
+    async def quit(self, machine: Machine) -> None:
+        with contextlib.suppress(BackendError):
+            async with Qmp(machine.directory / QMP_SOCKET) as qmp:
+                await qmp.execute("quit")
+        deadline = time.monotonic() + _QUIT_SECONDS
+        while True:
+            if not await _thread(machine.process.alive) or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def close(self) -> None:
+        for pid in list(self._children):
+            self._forget(pid)
+        while self._consoles:
+            os.close(self._consoles.popitem()[1])
+        await _thread(self._fills.close)
+
+    # -- looking --------------------------------------------------------------------------
+
+    async def _look(self) -> Facts:
+        code, output = await self._run([self._program, "--version"])
+        found = _VERSION.match(output)
+        if code != 0 or found is None:
+            raise BackendError(f"{self._program} does not answer as QEMU: {clean(output) or f'exit code {code}'}")
+        cpuinfo = await _thread(lambda: Path("/proc/cpuinfo").read_text(errors="replace"))
+        self._tsc_khz = command.tsc_khz(cpuinfo)
+        why = await self._why_not_kvm()
+        version = f"{found[1]}, layout {command.LAYOUT}"
+        if not why:
+            return Facts("qemu", version, True, f"host {await _thread(machine_kind)}")
+        # A guest's clock under TCG goes by the host's: on a host of another rate it would go wrong.
+        rate = f"{self._tsc_khz / 1e6:.2f} GHz" if self._tsc_khz else "unknown rate"
+        return Facts("qemu", version, False, f"emulated at {rate}", why)
+
+    async def _why_not_kvm(self) -> str:
+        """Try it with a guest of a few bytes, which ends the machine; say what is in the way, "" when nothing is."""
+        if not await _thread(KVM.exists):
+            return (
+                "there is no /dev/kvm (load kvm_intel or kvm_amd; in a virtual machine, enable nested virtualization)"
+            )
+        with ExitStack() as stack:
+            firmware = _memfd(stack, "firmware", len(_PROBE_FIRMWARE), _PROBE_FIRMWARE)
+            code, output = await self._run(
+                [
+                    self._program,
+                    *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+                    *("-machine", "microvm", "-accel", "kvm", "-cpu", command.cpu_model(True), "-m", "16M"),
+                    *("-bios", "/proc/self/fd/3"),
+                    *("-device", f"isa-debug-exit,iobase={_PROBE_PORT:#x},iosize=1"),
+                ],
+                (firmware,),
+            )
+        if code == _PROBE_CODE:
+            return ""
+        if code == -signal.SIGKILL:
+            return f"a guest of a few instructions did not finish within {_PROBE_SECONDS:g} seconds on it"
+        return f"a guest does not run on it: {clean(output) or f'QEMU ended with code {code}'}"
+
+    async def _run(self, argv: list[str], descriptors: tuple[int, ...] = ()) -> tuple[int, str]:
+        """Run a program to its end; its exit code and the beginning of its output. Killed after a while."""
+        with ExitStack() as stack:
+            output = _memfd(stack, "output", _OUTPUT_BYTES)
+            pid = spawn(argv, output, descriptors, REMEDY)
+            ended = asyncio.ensure_future(_thread(os.waitpid, pid, 0))
+            killer = asyncio.get_running_loop().call_later(_PROBE_SECONDS, os.kill, pid, signal.SIGKILL)
+            try:
+                _, status = await settled(ended, lambda: os.kill(pid, signal.SIGKILL))
+            finally:
+                killer.cancel()
+            return os.waitstatus_to_exitcode(status), _said(output)
+
+    # -- starting -------------------------------------------------------------------------
+
+    async def _start(self, spec: MachineSpec, saved: Path | None, adopt: Adopt | None) -> Machine:
+        with ExitStack() as stack:
+            listening = stack.enter_context(ExitStack())
+            errors = _memfd(stack, "errors", _OUTPUT_BYTES)
+            console = _memfd(stack, "console", _CONSOLE_BYTES)
+            files = await _thread(self._open, stack, listening, spec, saved)
+            ours: socket.socket | None = None
+            if saved is not None:
+                ours, theirs = _pair(stack)
+                files.append(listening.enter_context(theirs).fileno())
+            argv = [
+                *(self._setpriv, f"--reuid={spec.uid}", f"--regid={spec.gid}", *self._groups(), "--no-new-privs", "--"),
+                self._program,
+                *command.arguments(spec, self.facts, goes_on=saved is not None, tsc_khz=self._tsc_khz),
+            ]
+            state = b"" if saved is None else await _thread(_read, saved / STATE_FILE)
+            pid = spawn(argv, console, files, REMEDY, errors)
+            try:
+                self._watch(pid)
+                process = Process.of(pid)
+                listening.close()  # so that a QEMU which ends takes its sockets with it
+                if adopt is not None:
+                    await _thread(adopt, pid)
+                await _let_run(spec.directory, ours, state)
+            except BaseException as error:
+                await settled(asyncio.ensure_future(self._kill(pid)))
+                if isinstance(error, BackendError) and (words := clean(_said(errors))):
+                    raise BackendError(f"the machine did not start: {words}") from error
+                raise
+            if process is None:
+                raise BackendError("QEMU has ended")
+            self._keep_console(process, console)
+            return Machine(spec.directory, process)
+
+    def _open(self, stack: ExitStack, listening: ExitStack, spec: MachineSpec, saved: Path | None) -> list[int]:
+        """Open what QEMU is given, in the order of :class:`Given`, all but the state."""
+        for file in (spec.kernel, spec.initrd):
+            if not file.stat().st_mode & 0o004:
+                raise BackendError(f"{file} must be readable by everybody; run: chmod 644 {file}")
+        sockets = [_listen(listening, spec.directory / name) for name in (QMP_SOCKET, GUEST_SOCKET)]
+        drives = ((spec.root, os.O_RDONLY), (spec.workspace, os.O_RDWR), (spec.config, os.O_RDONLY))
+        files = [
+            _owned(stack, os.open(path, flags | os.O_CLOEXEC))
+            for path, flags in ((spec.kernel, os.O_RDONLY), (spec.initrd, os.O_RDONLY), *drives)
+        ]
+        if saved is None:
+            memory_file = memory.blank(spec.memory_mb)
+        else:
+            memory_file = self._fills.open(saved / MEMORY_FILE, spec.memory_mb)
+        return [*sockets, *files, _owned(stack, memory_file)]
+
+    def _groups(self) -> list[str]:
+        """What lets QEMU open /dev/kvm, and nothing more."""
+        if self.facts.accelerated:
+            with contextlib.suppress(OSError):
+                return [f"--groups={KVM.stat().st_gid}"]
+        return ["--clear-groups"]
+
+    def _watch(self, pid: int) -> None:
+        """Reap a child when it ends, as long as this monitor is open."""
+        pidfd = os.pidfd_open(pid)
+        self._children[pid] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._forget, pid)
+
+    def _forget(self, pid: int) -> None:
+        pidfd = self._children.pop(pid)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+    def _keep_console(self, process: Process, console: int) -> None:
+        self._consoles[process] = fcntl.fcntl(console, fcntl.F_DUPFD_CLOEXEC, 0)
+        ended = [one for one in self._consoles if one.pid not in self._children]
+        for one in ended[:-_CONSOLES_KEPT]:
+            os.close(self._consoles.pop(one))
+
+    def _console(self, process: Process) -> str:
+        if process in self._consoles:
+            said = _said(self._consoles[process])
+        else:  # of a machine that an earlier server started
+            try:
+                console = os.open(f"/proc/{process.pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:
+                raise BackendError("the machine's monitor has ended") from None
+            try:
+                said = _said(console) if process.alive() else ""
+            finally:
+                os.close(console)
+        lines = said.replace("\r", "\n").split("\n")
+        return "\n".join(line for line in (clean(line, _CONSOLE_BYTES) for line in lines) if line)
+
+    async def _kill(self, pid: int) -> None:
+        """Kill a child that was not given away yet, and wait until it is reaped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        while True:
+            if pid not in self._children:
+                return
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _let_run(directory: Path, feeding: socket.socket | None, state: bytes) -> None:
+    """Wait until everything is in place, and let the processors go."""
+    async with Qmp(directory / QMP_SOCKET, _START_SECONDS) as qmp:
+        if feeding is not None:
+            async with asyncio.timeout(_START_SECONDS):
+                await asyncio.get_running_loop().sock_sendall(feeding, state)
+            while True:
+                status = _status(await qmp.execute("query-status"))
+                if status == "paused":
+                    break
+                if status != "inmigrate":
+                    raise BackendError(f"the machine that was saved cannot go on: it is {status}")
+                await asyncio.sleep(_PAUSE_SECONDS)
+        await qmp.execute("cont")
+
+
+async def _device_state(qmp: Qmp) -> bytes:
+    """The state of a paused machine's devices and processors, all but its memory.
+
+    It comes through a pipe, so that it cannot grow. QEMU would truncate what it has as a descriptor, which a pipe
+    refuses; opened again by its number it does not, and for that it must be everybody's to write. QEMU keeps its end
+    until the machine runs again, so the end is where nothing more is there once QEMU has answered.
+    """
+    loop, received = asyncio.get_running_loop(), bytearray()
+    with ExitStack() as stack:
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        _owned(stack, read_end)
+        with ExitStack() as writing:
+            _owned(writing, write_end)
+            os.fchmod(write_end, 0o622)
+            added = await qmp.execute("add-fd", descriptors=(write_end,))
+        if not isinstance(added, dict) or not all(type(added.get(key)) is int for key in ("fd", "fdset-id")):
+            raise BackendError("QEMU did not take a descriptor")
+        os.set_blocking(read_end, False)
+        loop.add_reader(read_end, _receive, read_end, received)
+        try:
+            arguments = {"filename": f"/proc/self/fd/{added['fd']}", "live": False}
+            await qmp.execute("xen-save-devices-state", arguments)
+            await qmp.execute("remove-fd", {"fdset-id": added["fdset-id"]})
+        finally:
+            loop.remove_reader(read_end)
+        while _receive(read_end, received):
+            pass
+    if not 0 < len(received) <= _STATE_BYTES:
+        raise BackendError(f"QEMU said {len(received)} bytes of its devices")
+    return bytes(received)
+
+
+def _receive(pipe: int, received: bytearray) -> bool:
+    """Add what is in a pipe to what was received, at most a little more than may be; say whether there was any."""
+    if len(received) > _STATE_BYTES:
+        return False
+    try:
+        data = os.read(pipe, _PIPE_BYTES)
+    except BlockingIOError:
+        return False
+    received += data
+    return bool(data)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            state = file.read(_STATE_BYTES + 1)
+    except FileNotFoundError:
+        raise ConflictError("the machine's saved state is not there") from None
+    if not 0 < len(state) <= _STATE_BYTES:
+        raise ConflictError("the machine's saved state is damaged")
+    return state
+
+
+def _write(path: Path, content: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _listen(stack: ExitStack, path: Path) -> int:
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise BackendError(f"{path} is too long for a socket; at most {_SOCKET_PATH_BYTES} bytes can be used")
+    path.unlink(missing_ok=True)
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen()
+    return listener.fileno()
+
+
+def _pair(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    return stack.enter_context(ours), theirs
+
+
+def _owned(stack: ExitStack, descriptor: int) -> int:
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _memfd(stack: ExitStack, name: str, size: int, content: bytes = b"") -> int:
+    """A file of ``size`` bytes without a name, which cannot grow: who writes more to it is refused."""
+    file = _owned(stack, os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(file, size)
+    os.pwrite(file, content, 0)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def _said(output: int) -> str:
+    return os.pread(output, _CONSOLE_BYTES, 0).rstrip(b"\0").decode(errors="replace").strip()
+
+
+def _status(answer: object) -> str:
+    status = answer.get("status") if isinstance(answer, dict) else None
+    return status if isinstance(status, str) else "unknown"
+
+
+def _find(name: str, remedy: str) -> str:
+    found = shutil.which(name, path=os.environ.get("PATH", "") + ":" + ENVIRONMENT["PATH"])
+    if found is None:
+        raise BackendError(f"{name} is not installed; {remedy}")
+    return str(Path(found).absolute())
+
+
+async def _thread(work: Callable[..., T], *args: object) -> T:
+    """Run blocking work on a thread and see it through, also when the caller is cancelled."""
+    return await settled(asyncio.ensure_future(asyncio.to_thread(work, *args)))
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise LimitExceededError("the server's disk is full; free some space") from error
+        raise
+
+
+__all__ = ["QemuMonitor"]
