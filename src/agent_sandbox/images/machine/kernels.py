@@ -28,7 +28,7 @@ import logging
 import lzma
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,9 +220,11 @@ class Kernels:
         for directory in (new / "modules", new):
             files.sync(directory)
         home = self._directory / name
-        if home.exists():
-            files.remove(home)
-        new.rename(home)
+        if not _same(home, new, ["kernel.json", *sizes]):
+            with files.aside(self._directory) as damaged:
+                if home.exists():
+                    home.rename(damaged)
+                new.rename(home)
         with files.aside(self._directory) as pointer:
             files.write(pointer, name.encode() + b"\n")
             pointer.replace(self._directory / "current")
@@ -293,6 +295,14 @@ def _module(path: Path) -> bytes:
     if len(content) > modules.MAX_MODULE_BYTES:
         raise InvalidRequestError(f"the module {path.name} is larger than {modules.MAX_MODULE_BYTES >> 20} MiB")
     return content
+
+
+def _same(there: Path, new: Path, names: Iterable[str]) -> bool:
+    """Whether a kernel that is there, and may be in use, has the very files of a new one."""
+    try:
+        return all((there / name).read_bytes() == (new / name).read_bytes() for name in names)
+    except OSError:
+        return False
 
 
 def _read(path: Path, most: int) -> bytes:
