@@ -2,15 +2,16 @@
 
 ::
 
+    DATA_DIR/docker/instance            this server's name on an engine, which servers of other hosts may share
     DATA_DIR/docker/sandboxd-<digest>   the daemon's program, as containers mount it
     DATA_DIR/docker/env/<id>/           0700
     ├── spec.json                       0600, the record: what was asked for, the image's content, the container
     ├── key                             0600, the 32 bytes that prove either side of the wire to the other
     └── disk.img                        the disk
-    /run/agent-sandbox/<instance>/docker/<id>/
+    /run/agent-sandbox/<place>/docker/<id>/
                                         where the disk is mounted; on it beside the workspace
     └── guest/                          0700, mounted into the sandbox: the daemon's ``config`` (0600) and its ``sock``
-    /run/agent-sandbox/<instance>/l/<name>-<n>
+    /run/agent-sandbox/<place>/l/<name>-<n>
                                         short names of layers, since mount options end at 4 KiB
 
 With an engine that does not share this host's files only record and key are here; the rest is in the engine's volumes.
@@ -25,6 +26,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -45,6 +47,7 @@ from agent_sandbox.types import SandboxSpec
 VERSION = 1
 KEY_BYTES = 32
 RUN_DIRECTORY = Path("/run/agent-sandbox")
+_INSTANCE = re.compile(r"[0-9a-f]{12}")
 _RECORD_BYTES = 8 << 20
 """An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
 
@@ -93,10 +96,7 @@ class Environment:
     def write(self, record: Record) -> None:
         """Write the record, synced, in the place of an earlier one."""
         text = {"version": VERSION, **_fields(record), "spec": _fields(record.spec)}
-        aside = self._record.with_name(".spec.json.new")
-        aside.unlink(missing_ok=True)
-        _write(aside, json.dumps(text).encode())
-        aside.replace(self._record)
+        _replace(self._record, json.dumps(text).encode())
 
     def record(self) -> Record:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
@@ -207,15 +207,22 @@ class Environment:
 
 
 class Places:
-    """The directories of the server with ``data_dir``. Making the object touches nothing but to resolve links."""
+    """The directories of the server with ``data_dir``. Making the object writes nothing.
+
+    ``instance`` is what its things on the engine are known by. It is drawn: two hosts may have data directories of one
+    name, and one engine. Where environments are from before it was, it is what they have, made of that name.
+    """
 
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = Path(os.path.realpath(data_dir))  # the mount table has no symbolic links
         self.home = self.data_dir / "docker"
         self.environments = self.home / "env"
+        self._instance = self.home / "instance"
         self.templates = self.home / "templates"
-        self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
-        self.run = RUN_DIRECTORY / self.instance
+        self._place = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        self._wrong = ""
+        self.instance = self._known_instance()
+        self.run = RUN_DIRECTORY / self._place
         self.box = self.run / "docker"
         self.links = self.run / "l"
 
@@ -224,16 +231,39 @@ class Places:
         return Environment(self.environments / id, self.box / id, self.links)
 
     def prepare(self, *, shares_files: bool) -> None:
-        """Make the directories; those for disks only where the engine shares this host's files."""
+        """Make the directories; those for disks only where the engine shares this host's files.
+
+        :class:`BackendError` where it is not known which things on the engine are this server's.
+        """
+        if self._wrong:
+            raise BackendError(self._wrong)
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.data_dir.chmod(0o700)
         for directory in (self.home, self.environments):
             directory.mkdir(mode=0o700, exist_ok=True)
+        if not self._instance.exists():
+            _replace(self._instance, self.instance.encode())
         if not shares_files:
             return
         for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.links, 0o711)):
             directory.mkdir(mode=mode, exist_ok=True)
             directory.chmod(mode)
+
+    def _known_instance(self) -> str:
+        drawn = secrets.token_hex(6)
+        try:
+            found = self._instance.read_text(errors="replace")
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                drawn = self._place if any(self.environments.iterdir()) else drawn
+            return drawn
+        except OSError as error:
+            self._wrong = f"{self._instance} cannot be read: {error.strerror}"
+            return drawn
+        if not _INSTANCE.fullmatch(found):
+            self._wrong = f"{self._instance} is damaged: put in it what the sandboxes' labels on the engine say"
+            return drawn
+        return found
 
     def keep_daemon(self, program: Path) -> Path:
         """A copy of the daemon's program that stays where it is, whatever becomes of the installation it comes from.
@@ -283,6 +313,13 @@ def _require(layers: tuple[str, ...]) -> None:
     for layer in layers:
         if not Path(layer).is_dir():
             raise BackendError(f"a layer of the workspace is gone: {layer}")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".{path.name}.new")
+    aside.unlink(missing_ok=True)
+    _write(aside, content)
+    aside.replace(path)
 
 
 def _write(path: Path, content: bytes) -> None:
