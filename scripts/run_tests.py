@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "docker": ("*/test_docker*.py",),
     "e2e": ("e2e/test_*.py",),
     "gvisor": ("*/test_gvisor*.py",),
+    "microvm": ("*/test_microvm*.py",),
     "runtime": ("conformance/test_*.py", "real/test_*.py"),
     "store": ("unit/store/test_*.py",),
     "unit": ("**/test_*.py",),
@@ -39,7 +40,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 The parts of one backend take theirs from every directory, since they share an engine that is started for them.
 """
-BACKENDS = ("docker", "gvisor")
+BACKENDS = ("docker", "gvisor", "microvm")
 PART_SECONDS = 45 * 60
 """For what hangs behind the last test, where pytest has no limit. No part takes a third of it on a slow machine."""
 ENDING_SECONDS = 20

@@ -80,7 +80,7 @@ class Settings:
     machine_dir: str = _setting(
         "",
         "Directory of the guest kernels and root disks of microVMs, which servers of one host may share; empty: "
-        "machine in DATA_DIR.",
+        "machine in AGENT_SANDBOX_DATA_DIR.",
     )
     qemu: str = _setting("", "Path of the qemu backend's QEMU; empty: qemu-system-x86_64 as PATH has it.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")

@@ -17,6 +17,7 @@ from agent_sandbox.errors import InvalidRequestError
 GROUP = "agent_sandbox.backends"
 BUILT_IN = {
     "docker": "agent_sandbox.backends.docker:DockerBackend",
+    "qemu": "agent_sandbox.backends.microvm:MicrovmBackend",
     "fake": "agent_sandbox.backends.fake:FakeBackend",
     "runc": "agent_sandbox.backends.oci:OciBackend",
     "gvisor": "agent_sandbox.backends.oci:GvisorBackend",

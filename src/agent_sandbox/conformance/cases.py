@@ -45,8 +45,13 @@ class FromSettings(SuiteBase):
 
 
 def made(name: str, directory: pathlib.Path, **settings: str) -> Backend:
-    """A backend by its name, not yet started, with its state beneath ``directory`` and all else from the settings."""
-    return make_backends(load_settings({"data_dir": directory / "data", "backends": [name], **settings}))[name]
+    """A backend by its name, not yet started, with its state beneath ``directory`` and all else from the settings.
+
+    Guest kernels and root disks are the server's own: what microVMs start from is made once and never changed.
+    """
+    machines = str(load_settings().machine_directory())
+    told = {"data_dir": directory / "data", "backends": [name], "machine_dir": machines, **settings}
+    return make_backends(load_settings(told))[name]
 
 
 class TestMethods(FromSettings, BackendSuite): ...

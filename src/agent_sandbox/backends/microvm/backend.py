@@ -1,0 +1,465 @@
+"""Sandboxes as microVMs: one machine each, with a kernel of its own and ``sandboxd`` as its first process.
+
+Strategy
+--------
+* An environment is a directory (``places.py``), a monitor's process under host ids of its own, and a control group. All
+  are named by its id, so a new server finds every one again, and each can be removed alone.
+* A machine's devices are its drives and one port for the daemon: the image's content, read-only and shared by all that
+  have it; the workspace, as large as ``disk_mb``; and the configuration with the key. There is no network device. What
+  a guest has written is never mounted on this host: everything goes through the daemon.
+* Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
+  ``destroy`` takes, which works from any subset of the parts.
+* Destroying ends the monitor and replies; the rest goes in the background, again and again until it is gone.
+* A machine that ended (by itself, or with its host) is a stopped sandbox: its workspace is kept, and starting begins by
+  clearing what is left of the last time. The guest's kernel mends its file system's journal itself.
+* The guest is told its memory and processes; the machine has some memory more, for its kernel. The share of the CPU is
+  the host's control group's, so the emulation counts.
+* Whatever runs under an environment's host ids is its monitor: so one is ended also where the server was killed
+  between starting it and writing down what it started.
+
+Blocking work runs on threads of the backend's own, and a step that began is waited for also when its caller is
+cancelled. The file is long because it holds every change of an environment's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
+from agent_sandbox.backends.linux import cgroups
+from agent_sandbox.backends.linux.changes import Changes
+from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.linux.ending import end_processes
+from agent_sandbox.backends.linux.failures import translated
+from agent_sandbox.backends.linux.inspection import observe
+from agent_sandbox.backends.linux.process import processes_of
+from agent_sandbox.backends.linux.removals import Removals
+from agent_sandbox.backends.linux.requirements import find_sandboxd, require_root
+from agent_sandbox.backends.linux.waiting import settled
+from agent_sandbox.backends.microvm.config_image import MIB
+from agent_sandbox.backends.microvm.monitor import Machine, MachineSpec, Monitor
+from agent_sandbox.backends.microvm.places import Environment, Places, Record
+from agent_sandbox.backends.microvm.qemu import QemuMonitor
+from agent_sandbox.backends.microvm.requirements import capabilities, require_accelerated, require_mkfs
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    ForbiddenError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
+from agent_sandbox.guest import HELLO_SECONDS
+from agent_sandbox.images import ImageStore
+from agent_sandbox.images.allowed import is_allowed
+from agent_sandbox.images.machine import Kernel, MachineImages
+from agent_sandbox.types import Capabilities, EnvironmentInfo, PreparedWorkspace, ResolvedImage, SandboxSpec
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+_THREADS = 16
+_KERNEL_MB = 96
+"""Of a machine's memory, beside what its processes may take: the guest's kernel with its tables, and the daemon."""
+_BOOT_SECONDS = 120.0
+"""An emulated machine with a whole core of its own boots in 4 s; one with a tenth of a busy host's in a minute."""
+_SHUTDOWN_SECONDS = 10.0
+"""How long a guest may take to write everything out and switch itself off, before the monitor is ended."""
+_PAUSE_SECONDS = 0.05
+_CLOSE_SECONDS = 10.0
+_CONSOLE_BYTES = 2000
+
+
+class MicrovmBackend(GuestBackend):
+    """Sandboxes as microVMs of one monitor. See the contract in ``base.py``."""
+
+    name = "qemu"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._places = Places(settings.data_dir, settings.id_range_base, self.name)
+        self.instance = self._places.instance
+        self._monitor = self._make_monitor()
+        self._templates = Templates(self._places.templates)
+        self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
+        self._machine_images = MachineImages(settings.machine_directory())
+        self._kernel: Kernel | None = None
+        self._hierarchies = cgroups.Hierarchies(None)
+        self.capabilities: Capabilities = capabilities(None, has_cpu_limit=False)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="microvm")
+        self._records: dict[str, Record] = {}
+        self._changes = Changes()
+        self._removals = Removals(self._clear)
+
+    def _make_monitor(self) -> Monitor:
+        return QemuMonitor(self._settings.qemu)
+
+    # -- the backend as a whole ------------------------------------------------------
+
+    async def start(self) -> None:
+        require_root(self.name)
+        facts = await self._monitor.find()
+        require_accelerated(facts, self._settings.allow_tcg)
+        async with translated(f"starting the {self.name} backend"):
+            await self._thread(self._prepare)
+            await self._let_go_on()
+        has_cpu_limit = "cpus" in cgroups.enforced(self._hierarchies)
+        self.capabilities = capabilities(facts, has_cpu_limit=has_cpu_limit)
+        kernel = self._kernel.version if self._kernel else ""
+        self.versions = {facts.name: facts.version, "guest kernel": kernel}
+
+    def _prepare(self) -> None:
+        require_mkfs()
+        self._hierarchies = cgroups.find_hierarchies()
+        self._places.prepare()
+        self._templates.clear()
+        # Others of this server's backends run from skeletons of the host image: all that there are stay.
+        self._images.prepare(in_use=set(self._places.data_dir.glob("images/host/*/rootfs")))
+        self._machine_images.prepare()
+        self._kernel = self._machine_images.kernel(find_sandboxd(self._settings.sandboxd))
+
+    async def _let_go_on(self) -> None:
+        """Let machines go on that a server had paused when it ended."""
+        for id in await self._thread(self._list):
+            machine = await self._thread(self._machine, id)
+            if machine is None:
+                continue
+            try:
+                if not await self._monitor.running(machine):
+                    await self._monitor.resume(machine)
+            except SandboxError as error:
+                _log.error("environment %s: its monitor does not answer: %s", id, error.message)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._removals.close(_CLOSE_SECONDS)
+        await self._monitor.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for root in self._hierarchies.all():
+            with contextlib.suppress(OSError):
+                (root / self._places.group).rmdir()
+        self._places.close()
+
+    async def ping(self) -> None:
+        if not os.access(self._places.environments, os.W_OK):
+            raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
+        await self._monitor.find()
+
+    async def resolve_image(self, name: str) -> ResolvedImage:
+        async with translated("resolving the image"):
+            found = await self._thread(self._images.resolve, name)
+            names = await self._thread(self._images.names, found.digest) if "@" in name else []
+        # The digest counts, whatever the name before it says: that must be of an allowed name, or of none any more.
+        allowed = self._settings.allowed_images
+        if names and not any(is_allowed(own, allowed) for own in names):
+            raise ForbiddenError(
+                f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
+            )
+        return found
+
+    # -- create --------------------------------------------------------------------------
+
+    async def create(self, id: str, spec: SandboxSpec) -> None:
+        self._check(id, spec)
+        if id in self._removals or self._places.environment(id).directory.exists():
+            raise ConflictError(f"environment {id} exists already")
+        try:
+            await self._changes.alone(id, self._create(id, spec))
+        except asyncio.CancelledError:
+            if id not in self._removals and self._places.environment(id).directory.exists():
+                await settled(asyncio.ensure_future(self._undo(id)))
+            raise
+
+    def _check(self, id: str, spec: SandboxSpec) -> None:
+        if not _ID.fullmatch(id):
+            raise InvalidRequestError(f"{id!r} is not an environment id")
+        if spec.network not in self.capabilities.network:
+            raise UnsupportedError("network", self.name, self.capabilities.notes["network"])
+        if not spec.read_only_rootfs:
+            raise UnsupportedError("writable_rootfs", self.name, "its root is a read-only drive that all share")
+        if "cpus" not in self.capabilities.enforces and not self._settings.allow_unenforced:
+            remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
+            raise UnsupportedError("limit cpus", self.name, remedy)
+
+    async def _create(self, id: str, spec: SandboxSpec) -> None:
+        environment = self._places.environment(id)
+        try:
+            async with translated("creating the sandbox"):
+                record = await self._thread(self._record_new, environment, spec)
+                await self._build(environment, record, new=True)
+        except BaseException:
+            await settled(asyncio.ensure_future(self._undo(id)))
+            raise
+
+    def _record_new(self, environment: Environment, spec: SandboxSpec) -> Record:
+        environment.reserve()
+        user = self._places.ranges.claim(environment.directory)
+        image = self._images.open(spec.image, spec.image_digest)
+        record = Record(environment.id, spec, user, image.env)
+        environment.make(record)
+        return record
+
+    async def _build(self, environment: Environment, record: Record, *, new: bool) -> None:
+        """Make the drives that are not there, start the machine and meet its daemon."""
+        spec = await self._thread(self._furnish, environment, record, new)
+
+        def adopt(pid: int) -> None:
+            self._groups(record.id).add(pid)
+            environment.write_process(pid)
+
+        machine = await self._monitor.start(spec, adopt)
+        self._records[record.id] = record
+        try:
+            await self.guest_ready(record.id, _BOOT_SECONDS)
+        except BackendError as error:
+            words = await self._last_words(machine)
+            if not words:
+                raise
+            raise BackendError(f"{error.message}; the machine's console ends with: {words}") from error
+
+    def _furnish(self, environment: Environment, record: Record, new: bool) -> MachineSpec:
+        if self._kernel is None:
+            raise BackendError(f"the {self.name} backend was not started")
+        spec = record.spec
+        if new:
+            environment.make_workspace(self._templates.get(spec.disk_mb))
+        if not environment.has_root():
+            image = self._images.open(spec.image, spec.image_digest)
+            environment.link_root(self._machine_images.rootfs(image, spec.image_digest).path)
+        environment.write_config(record)
+        environment.make_run()
+        memory_mb = spec.memory_mb + _KERNEL_MB
+        self._groups(record.id).make(spec.cpus, (memory_mb + self._monitor.overhead_mb) * MIB)
+        return MachineSpec(
+            kernel=self._kernel.vmlinuz,
+            initrd=self._kernel.initramfs,
+            root=environment.root,
+            workspace=environment.workspace,
+            config=environment.config,
+            memory_mb=memory_mb,
+            vcpus=max(1, math.ceil(spec.cpus)),
+            directory=environment.run,
+            uid=record.user,
+            gid=record.user,
+        )
+
+    async def _last_words(self, machine: Machine) -> str:
+        try:
+            return (await self._monitor.console(machine))[-_CONSOLE_BYTES:].strip()
+        except (OSError, SandboxError):
+            return ""
+
+    async def _undo(self, id: str) -> None:
+        try:
+            await self._clear(id)
+        except (OSError, SandboxError):
+            _log.exception("environment %s could not be removed after it failed", id)
+            self._removals.begin(id)
+
+    # -- destroy -------------------------------------------------------------------------
+
+    async def destroy(self, id: str) -> None:
+        if not _ID.fullmatch(id):
+            return
+        await self._changes.end(id)
+        async with translated("destroying the sandbox"):
+            await settled(asyncio.ensure_future(self._end(id)))
+        if id in await self.list_ids():
+            self._removals.begin(id)
+
+    async def _end(self, id: str) -> None:
+        """End the monitor of the environment, which cannot be found from now on; return when it has gone."""
+        user = await self._thread(self._user, id)
+        try:
+            await self._thread(self._places.environment(id).forget)
+        except OSError as error:
+            # A damaged directory, or a disk that has become read-only, must not keep a machine alive.
+            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
+        self._records.pop(id, None)
+        await self._end_monitor(id, user)
+
+    async def _end_monitor(self, id: str, user: int | None) -> None:
+        await self.drop_guest(id)
+        await self._thread(self._kill, id, user)
+
+    def _kill(self, id: str, user: int | None) -> None:
+        groups, environment = self._groups(id), self._places.environment(id)
+        process = environment.process()
+        end_processes(process, groups)
+        if process is None and user is not None:
+            for stray in processes_of(user):
+                end_processes(stray, groups)
+
+    def _user(self, id: str) -> int | None:
+        """The host id of an environment's monitor, where it is known."""
+        return self._places.ranges.find(self._places.environment(id).directory)
+
+    async def _clear(self, id: str) -> None:
+        """End what still runs and remove everything. The directory goes last: by that it is listed."""
+        await self._end(id)
+        environment = self._places.environment(id)
+        await self._thread(self._groups(id).remove)
+        await self._thread(self._places.ranges.release, environment.directory)
+        await self._thread(environment.remove)
+
+    # -- stop and start ----------------------------------------------------------------
+
+    async def stop_environment(self, id: str) -> None:
+        await self._known(id)
+        async with translated("stopping the sandbox"):
+            await self._changes.alone(id, self._stop(id))
+
+    async def _stop(self, id: str) -> None:
+        machine = await self._thread(self._machine, id)
+        if machine is not None:
+            with contextlib.suppress(SandboxError, TimeoutError):
+                async with asyncio.timeout(_SHUTDOWN_SECONDS):
+                    await (await self._guest(id)).shutdown()
+                    await self._ended(machine)
+        await self._halt(id)
+        await self._thread(self._places.environment(id).flush)
+
+    async def _ended(self, machine: Machine) -> None:
+        """Return when the guest has switched itself off, or has had time enough for it."""
+        for _ in range(int(_SHUTDOWN_SECONDS / _PAUSE_SECONDS)):
+            if not await self._thread(machine.process.alive):
+                return
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _halt(self, id: str) -> None:
+        """End the monitor and free all that a reboot would; the drives, the record and the key stay."""
+        await self._end_monitor(id, await self._thread(self._user, id))
+        await self._thread(self._groups(id).remove)
+        await self._thread(self._places.environment(id).clear)
+
+    async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
+        record = await self._known(id)
+        async with translated("starting the sandbox"):
+            await self._changes.alone(id, self._start_again(record))
+
+    async def _start_again(self, record: Record) -> None:
+        id, environment = record.id, self._places.environment(record.id)
+        if await self.is_running(id):
+            return
+        try:
+            await self._halt(id)
+            if not await self._thread(self._places.ranges.keep, record.user, environment.directory):
+                raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
+            await self._build(environment, record, new=False)
+        except BaseException:
+            try:
+                await settled(asyncio.ensure_future(self._halt(id)))
+            except (OSError, SandboxError):
+                _log.exception("environment %s did not start and could not be cleared; start it again", id)
+            raise
+
+    # -- looking -----------------------------------------------------------------------
+
+    async def list_ids(self) -> list[str]:
+        async with translated("listing the sandboxes"):
+            return await self._thread(self._list)
+
+    def _list(self) -> list[str]:
+        found = self._places.names()
+        for root in self._hierarchies.all():
+            with contextlib.suppress(FileNotFoundError), os.scandir(root / self._places.group) as entries:
+                found |= {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
+        return sorted(id for id in found if _ID.fullmatch(id))
+
+    async def is_running(self, id: str) -> bool:
+        return bool(_ID.fullmatch(id)) and await self._thread(self._machine, id) is not None
+
+    def _machine(self, id: str) -> Machine | None:
+        """The machine of an environment that is known and runs."""
+        environment = self._places.environment(id)
+        process = environment.process() if environment.is_known() else None
+        return Machine(environment.run, process) if process is not None and process.alive() else None
+
+    async def inspect(self, id: str) -> EnvironmentInfo:
+        record = await self._record(id)
+        async with translated("inspecting the sandbox"):
+            machine, groups = await self._thread(self._machine, id), self._groups(id)
+            limits, usage = await self._thread(groups.limits), await self._thread(groups.usage)
+        spec, facts = record.spec, self._monitor.facts
+        details: dict[str, Any] = observe(machine.process if machine else None, {})
+        details.pop("mounts", None)
+        details |= {
+            "limits": {
+                "cpus": limits["cpus"],
+                "memory_bytes": spec.memory_mb * MIB,
+                "memory_swap_bytes": spec.memory_mb * MIB,
+                "pids": spec.pids_limit,
+                "disk_bytes": spec.disk_mb * MIB,
+            },
+            "usage": {"cpu_seconds": usage["cpu_seconds"]} if machine else {},
+            "image": spec.image,
+            "image_digest": spec.image_digest,
+            "runtime": f"{facts.name} {facts.version} ({'KVM' if facts.accelerated else 'TCG'})",
+            "guest_kernel": self._kernel.version if self._kernel else "",
+            "endpoint": str(self._places.environment(id).endpoint),
+            "labels": {
+                "io.agent-sandbox.managed": "true",
+                "io.agent-sandbox.id": id,
+                "io.agent-sandbox.instance": self.instance,
+            },
+        }
+        return EnvironmentInfo(id, machine is not None, details)
+
+    # -- the daemon's side ---------------------------------------------------------------
+
+    async def endpoint(self, id: str) -> Endpoint:
+        record = await self._record(id)
+        environment = self._places.environment(id)
+        async with translated("reaching the sandbox's daemon"):
+            key = await self._thread(environment.key)
+            if await self._thread(self._machine, id) is None:
+                if await self._thread(environment.process) is None:
+                    raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
+                raise BackendError("the sandbox's machine has ended; start it again, its workspace is kept")
+            connection = await self._thread(environment.connect)
+            seconds = _BOOT_SECONDS if id in self._changes else HELLO_SECONDS
+            return Endpoint(connection, key, record.spec, record.image_env, serial=True, seconds=seconds)
+
+    async def kill_guest(self, id: str) -> None:
+        try:
+            await self._thread(self._kill, id, None)
+        except (OSError, BackendError):
+            _log.exception("environment %s could not be killed", id)
+
+    def oom_kills(self, id: str) -> int | None:
+        return None
+
+    # -- parts -----------------------------------------------------------------------------
+
+    async def _known(self, id: str) -> Record:
+        record = await self._record(id)
+        if id in self._removals:
+            raise NotFoundError(f"there is no environment {id}")
+        return record
+
+    async def _record(self, id: str) -> Record:
+        if not _ID.fullmatch(id):
+            raise NotFoundError(f"there is no environment {id}")
+        if id not in self._records:
+            self._records[id] = await self._thread(self._places.environment(id).record)
+        return self._records[id]
+
+    def _groups(self, id: str) -> cgroups.Groups:
+        return cgroups.Groups(self._hierarchies, f"/{self._places.group}/{id}")
+
+    async def _thread(self, work: Callable[..., T], *args: object) -> T:
+        """Run blocking work on a thread and see it through, also when the caller is cancelled."""
+        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))

@@ -1,0 +1,265 @@
+"""One microVM's files on the server's host, and where those of one backend of one server are.
+
+::
+
+    DATA_DIR/<backend>/env/<id>/            0700
+    ├── spec.json                           0600, the record: what was asked for, the image's content, the host ids
+    ├── key                                 0600, the 32 bytes that prove either side of the wire to the other
+    ├── config.img                          0600, the drive that tells the daemon its key (config_image.py)
+    ├── root.erofs                          the image's content: another name of the file that all have who share it
+    └── workspace.img                       0600, the drive that the guest writes; never mounted on this host
+    DATA_DIR/<backend>/templates/           blank disks by size
+    /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, and which process it is
+    agent-sandbox-<here>/<id>               its control group, in the hierarchies that it needs
+    /var/lib/agent-sandbox-ids/             ranges of host ids, shared by all servers; a monitor runs as one of its own
+
+``<here>`` is ``<instance>-<backend>``, and ``<instance>`` is made of the data directory's path: it names the same
+server again, and no other. The record comes first and whole, so that whatever else is there can be found and removed.
+A socket's path has at most 98 of the 107 bytes that an address holds, whatever the data directory's. Everything blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from agent_sandbox.backends.linux.disk import clone
+from agent_sandbox.backends.linux.idranges import END, IdRanges
+from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.microvm.config_image import config_image, new_identity
+from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.types import SandboxSpec
+
+VERSION = 1
+KEY_BYTES = 32
+RUN_DIRECTORY = Path("/run/agent-sandbox")
+ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
+_RECORD_BYTES = 8 << 20
+"""An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an environment was made from.
+
+    ``user`` is the host's uid and gid of its monitor, ``image_env`` the image's part of each command's environment.
+    """
+
+    id: str
+    spec: SandboxSpec
+    user: int
+    image_env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Environment:
+    """The files of environment ``id``. Making the object touches nothing."""
+
+    def __init__(self, directory: Path, run: Path) -> None:
+        self.id = directory.name
+        self.directory = directory
+        self.run = run
+        self.workspace = directory / "workspace.img"
+        self.config = directory / "config.img"
+        self.root = directory / "root.erofs"
+        self.endpoint = run / "guest.sock"
+        self._record = directory / "spec.json"
+        self._key = directory / "key"
+        self._process = run / "process.json"
+
+    def reserve(self) -> None:
+        """Make the directory, empty. :class:`FileExistsError` when there is one already."""
+        self.directory.mkdir(mode=0o700)
+
+    def make(self, record: Record) -> None:
+        """Write the record, synced, and a fresh key into the reserved directory."""
+        text = {**_fields(record), "version": VERSION, "spec": _fields(record.spec)}
+        _write(self._record, json.dumps(text).encode())
+        _write(self._key, secrets.token_bytes(KEY_BYTES))
+
+    def record(self) -> Record:
+        """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
+        try:
+            with self._record.open("rb") as file:
+                stored = msgspec.convert(json.loads(file.read(_RECORD_BYTES + 1)), _Stored)
+            if stored.version != VERSION or stored.id != self.id:
+                raise ValueError("another version or environment")
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no environment {self.id}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+        return Record(self.id, stored.spec, stored.user, stored.image_env)
+
+    def is_known(self) -> bool:
+        """Whether there is a record, readable or not."""
+        return os.path.lexists(self._record)
+
+    def key(self) -> bytes:
+        """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
+        try:
+            key = self._key.read_bytes()
+        except FileNotFoundError:
+            raise NotFoundError(f"there is no environment {self.id}") from None
+        except OSError as error:
+            raise BackendError(f"the key of environment {self.id} is damaged; destroy it") from error
+        if len(key) != KEY_BYTES:
+            raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
+        return key
+
+    def forget(self) -> None:
+        """Remove record and keys: from now on the environment cannot be found, whatever is left of it."""
+        for path in (self._record, self._key, self.config):
+            path.unlink(missing_ok=True)
+
+    def has_root(self) -> bool:
+        """Whether the image's content is at hand."""
+        return self.root.exists()
+
+    def link_root(self, content: Path) -> None:
+        """Give the file of the image's content a name here, so that it stays; a link where it is on another disk."""
+        self.root.unlink(missing_ok=True)
+        try:
+            self.root.hardlink_to(content)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EMLINK):
+                raise
+            self.root.symlink_to(content)
+
+    def make_workspace(self, template: Path) -> None:
+        """Make the workspace's drive, as blank as ``template``."""
+        clone(template, self.workspace)
+
+    def write_config(self, record: Record) -> None:
+        """Write the configuration's drive, with a fresh identity, in the place of an earlier one."""
+        self.config.unlink(missing_ok=True)
+        _write(self.config, config_image(self.id, record.spec, self.key(), new_identity()))
+
+    def make_run(self) -> None:
+        """Make the monitor's directory, empty: what an earlier monitor left there goes."""
+        self.clear()
+        self.run.mkdir(mode=0o700)
+
+    def write_process(self, pid: int) -> None:
+        """Keep which process the monitor is. :class:`ProcessLookupError` when it has ended."""
+        process = Process.of(pid)
+        if process is None:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        _write(self._process, json.dumps(dataclasses.asdict(process)).encode())
+
+    def process(self) -> Process | None:
+        """The monitor's process, alive or not; None where none was started since the last stop."""
+        try:
+            return msgspec.json.decode(self._process.read_bytes(), type=Process)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def connect(self) -> socket.socket:
+        """Connect to the guest's port, without blocking. :class:`OSError` as connect(2) gives it."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            connection.connect(str(self.endpoint))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def flush(self) -> None:
+        """Bring what the guest wrote to the host's storage. Nothing happens without a drive."""
+        with contextlib.suppress(FileNotFoundError), self.workspace.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def clear(self) -> None:
+        """Remove what a reboot would."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.run)
+
+    def remove(self) -> None:
+        """Remove everything; the directory goes last, by which the environment is listed."""
+        self.clear()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.directory)
+
+
+class Places:
+    """The directories of ``backend`` in the server with ``data_dir``. Making it only resolves links."""
+
+    def __init__(self, data_dir: Path, id_range_base: int, backend: str) -> None:
+        self.data_dir = Path(os.path.realpath(data_dir))
+        self.home = self.data_dir / backend
+        self.environments = self.home / "env"
+        self.templates = self.home / "templates"
+        self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        here = f"{self.instance}-{backend}"
+        self.group = f"agent-sandbox-{here}"
+        self.run = RUN_DIRECTORY / here
+        self.box = self.run / "vm"
+        self.ranges = IdRanges(ID_DIRECTORY, id_range_base)
+
+    def environment(self, id: str) -> Environment:
+        """The files of environment ``id``, which need not exist."""
+        return Environment(self.environments / id, self.box / id)
+
+    def prepare(self) -> None:
+        """Make the directories. The way to a monitor's own is open to it, and shows it nobody else's."""
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.data_dir.chmod(0o700)
+        for directory in (self.home, self.environments):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711)):
+            directory.mkdir(mode=mode, exist_ok=True)
+            directory.chmod(mode)
+        self.ranges.prepare()
+
+    def close(self) -> None:
+        """Remove the directories below ``/run`` where nothing is left in them."""
+        for directory in (self.box, self.run):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+    def names(self) -> set[str]:
+        """The environments that have a directory here."""
+        found = set()
+        for directory in (self.environments, self.box):
+            with contextlib.suppress(FileNotFoundError):
+                found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
+        return found
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a new file of mode 0600 so that a crash leaves it whole or not at all."""
+    aside = path.with_name(f".{path.name}.new")
+    aside.unlink(missing_ok=True)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    aside.replace(path)
+
+
+def _fields(value: Record | SandboxSpec) -> dict[str, object]:
+    found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: dict(one) if isinstance(one, Mapping) else one for name, one in found.items()}
+
+
+class _Stored(msgspec.Struct):
+    """The record as it must be on the disk. The decoder checks every type, down to each variable's."""
+
+    version: int
+    id: str
+    spec: SandboxSpec
+    user: Annotated[int, msgspec.Meta(gt=0, lt=END)]
+    image_env: dict[str, str]

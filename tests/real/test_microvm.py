@@ -1,0 +1,154 @@
+"""The qemu backend on the real QEMU: its jail, what a monitor's death does, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from agent_sandbox.backends.base import Backend
+from agent_sandbox.backends.linux import mounts
+from agent_sandbox.backends.microvm import MicrovmBackend
+from agent_sandbox.config import Settings
+from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
+from agent_sandbox.types import ExecOutput, SandboxSpec
+from tests.real.leaks import resources, wait_until_clean
+
+pytestmark = pytest.mark.real
+
+SPEC = SandboxSpec(image="host", image_digest="", cpus=1.0, memory_mb=256, pids_limit=64, disk_mb=64, tmp_mb=32)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, machine_dir: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data", machine_dir=str(machine_dir), allow_tcg=True)
+
+
+@pytest_asyncio.fixture
+async def backend(settings: Settings) -> AsyncIterator[MicrovmBackend]:
+    backend = MicrovmBackend(settings)
+    await backend.start()
+    yield backend
+    for id in await backend.list_ids():
+        await backend.destroy(id)
+    await wait_until_clean(settings.data_dir, 30)
+    await backend.close()
+
+
+async def shell(backend: Backend, id: str, command: str) -> str:
+    found = b""
+    argv = ["sh", "-c", f"exec 2>&1; {command}"]
+    async for event in backend.exec(id, argv, env={}, workdir="/workspace", timeout_seconds=120):
+        found += event.data if isinstance(event, ExecOutput) else b""
+    return found.decode(errors="surrogateescape")
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_workspace(
+    backend: MicrovmBackend, settings: Settings
+) -> None:
+    await backend.create("sb1-1", SPEC)
+    assert await shell(backend, "sb1-1", "echo kept > f; sync; cat f; uname -n") == "kept\nsb1-1\n"
+    details = (await backend.inspect("sb1-1")).details
+    pid = int(str(details["pid"]))
+    seen = status(pid)
+    (user,) = set(seen["Uid"].split())
+    (group,) = set(seen["Gid"].split())
+    assert settings.id_range_base <= int(user) == int(group) < 0x7FFE_0000
+    assert (seen["Groups"], seen["CapEff"], seen["NoNewPrivs"], seen["Seccomp"]) == ("", "0" * 16, "1", "2")
+    limits = details["limits"]
+    assert isinstance(limits, dict)
+    assert (limits["cpus"], limits["memory_bytes"], limits["pids"]) == (1.0, 256 << 20, 64)
+    key = (await backend.endpoint("sb1-1")).key
+    for name in ("cmdline", "environ"):
+        assert key not in Path(f"/proc/{pid}/{name}").read_bytes()
+
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxError):
+        await shell(backend, "sb1-1", "true")
+    async with asyncio.timeout(30):
+        while await backend.is_running("sb1-1"):
+            await asyncio.sleep(0.02)
+    with pytest.raises(BackendError, match="start it again"):
+        await shell(backend, "sb1-1", "true")
+    assert await backend.list_ids() == ["sb1-1"]
+    await backend.start_environment("sb1-1")
+    assert await shell(backend, "sb1-1", "cat f") == "kept\n"
+
+    await backend.stop_environment("sb1-1")
+    assert set(resources(settings.data_dir)) == {"environments", "id ranges"}
+    with pytest.raises(ConflictError, match="start it"):
+        await shell(backend, "sb1-1", "true")
+    await backend.destroy("sb1-1")
+    await wait_until_clean(settings.data_dir)
+
+
+async def test_a_new_server_finds_what_goes_on_and_ends_what_nobody_knows(
+    backend: MicrovmBackend, settings: Settings
+) -> None:
+    await asyncio.gather(*(backend.create(f"sb{name}-1", SPEC) for name in ("known", "lost", "stray")))
+    await shell(backend, "sbknown-1", "echo kept > f; sleep 3000 & echo $! > pid")
+    for name in ("lost", "stray"):  # as a server leaves them that was killed while it destroyed or created one
+        for file in ("spec.json", "key", "config.img"):
+            (settings.data_dir / "qemu" / "env" / f"sb{name}-1" / file).unlink()
+    (run,) = Path("/run/agent-sandbox").glob(f"{backend.instance}-qemu")
+    (run / "vm" / "sbstray-1" / "process.json").unlink()
+    second = MicrovmBackend(settings)
+    await second.start()
+    assert await second.list_ids() == ["sbknown-1", "sblost-1", "sbstray-1"]
+    assert [await second.is_running(id) for id in await second.list_ids()] == [True, False, False]
+    await backend.drop_guest("sbknown-1")
+    assert await shell(second, "sbknown-1", "cat f; kill -0 $(cat pid) && echo runs") == "kept\nruns\n"
+    for name in ("lost", "stray", "known"):
+        await second.destroy(f"sb{name}-1")
+    await wait_until_clean(settings.data_dir)
+    await second.close()
+
+
+async def test_a_kernel_that_does_not_start_is_told_with_its_last_words(settings: Settings, tmp_path: Path) -> None:
+    daemon = tmp_path / "daemon"
+    daemon.write_bytes(Path("/bin/true").read_bytes())
+    daemon.chmod(0o755)
+    backend = MicrovmBackend(Settings(**{**vars(settings), "sandboxd": str(daemon)}))
+    await backend.start()
+    with pytest.raises(BackendError, match="panic"):
+        await backend.create("sb1-1", SPEC)
+    await wait_until_clean(settings.data_dir)
+    await backend.close()
+
+
+async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounts.mount("none", small, "tmpfs", 0, "size=300k")
+    try:
+        backend = MicrovmBackend(Settings(**{**vars(settings), "data_dir": small / "data"}))
+        await backend.start()
+        with pytest.raises(LimitExceededError, match="disk is full"):
+            await backend.create("sb1-1", SPEC)
+        assert await backend.list_ids() == []
+        await backend.close()
+    finally:
+        mounts.unmount(small)
+
+
+async def test_what_is_missing_is_told_with_its_remedy(settings: Settings, tmp_path: Path) -> None:
+    def changed(**values: object) -> MicrovmBackend:
+        return MicrovmBackend(Settings(**{**vars(settings), **values}))
+
+    for program in (str(tmp_path / "none"), "/bin/true"):
+        with pytest.raises(BackendError, match="QEMU"):
+            await changed(qemu=program).start()
+    with pytest.raises(BackendError, match="agent-sandbox image kernel"):
+        await changed(machine_dir=str(tmp_path / "empty")).start()
+    with pytest.raises(NotFoundError):
+        await changed().inspect("sbnever-1")
