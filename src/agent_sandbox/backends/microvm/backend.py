@@ -79,7 +79,8 @@ _SHUTDOWN_SECONDS = 10.0
 """How long a guest may take to write everything out and switch itself off, before the monitor is ended."""
 _PAUSE_SECONDS = 0.05
 _CLOSE_SECONDS = 10.0
-_CONSOLE_BYTES = 2000
+_CONSOLE_CHARACTERS = 1000
+"""Of the machine's last words in an error: a panic's reason stands before its trace."""
 
 
 class MicrovmBackend(GuestBackend):
@@ -258,9 +259,10 @@ class MicrovmBackend(GuestBackend):
 
     async def _last_words(self, machine: Machine) -> str:
         try:
-            return (await self._monitor.console(machine))[-_CONSOLE_BYTES:].strip()
+            said = await self._monitor.console(machine)
         except (OSError, SandboxError):
             return ""
+        return said.partition("Call Trace:")[0][-_CONSOLE_CHARACTERS:].strip()
 
     async def _undo(self, id: str) -> None:
         try:
