@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -363,6 +364,43 @@ async def test_an_engine_that_dies_and_comes_back(tmp_path: Path) -> None:
         await maker.close()
         assert docker(engine.host, "ps", "-aq") == ""
         assert docker(engine.host, "volume", "ls", "-q") == ""
+
+
+def theirs(layer: Path) -> None:
+    """Give a layer to the sandbox user, as a manager lays it out."""
+    for path in (layer, *layer.rglob("*")):
+        os.chown(path, SPEC.uid, SPEC.gid)
+
+
+async def test_one_that_is_stopped_starts_over_layers_that_were_laid_out_again(maker: Maker, tmp_path: Path) -> None:
+    """Somebody removed them: the same state comes back as other files, in another place and in another number."""
+    backend = await maker.backend()
+    low, high = tmp_path / "low", tmp_path / "high"
+    for layer, name in ((low, "one"), (high, "two")):
+        (layer / "d").mkdir(parents=True)
+        (layer / "d" / name).write_text(f"{name}\n")
+        theirs(layer)
+    made = await box(backend, layers=(str(high), str(low)))
+    await made.shell("echo more >> d/one; mv d e; echo new > f")
+
+    async def again(*layers: Path) -> None:
+        await backend.stop_environment(made.id)
+        for gone in (low, high):
+            shutil.rmtree(gone, ignore_errors=True)
+        await backend.start_environment(made.id, PreparedWorkspace(tuple(map(str, layers))))
+        assert await made.shell("cat e/one e/two f; ls") == "one\nmore\ntwo\nnew\ne\nf\n"
+        assert await backend.layers_in_use() == set(map(str, layers))
+
+    copies = tmp_path / "copy", tmp_path / "again"
+    for copy in copies:
+        shutil.copytree(low, copy)
+        shutil.copytree(high, copy, dirs_exist_ok=True)
+        theirs(copy)
+    await again(copies[0])
+    await backend.stop_environment(made.id)
+    shutil.rmtree(copies[0])
+    copies[1].rename(copies[0])
+    await again(copies[0])  # the same name, and other files
 
 
 async def test_a_workspace_whose_root_is_closed_begins_so(maker: Maker, tmp_path: Path) -> None:

@@ -276,10 +276,12 @@ class DockerBackend(GuestBackend):
                 reason += " and be in no snapshot"
             raise UnsupportedError("image_volume", self.name, f"{reason}; build the image without it")
 
-    async def _build(self, environment: Environment, record: Record, key: bytes, *, new: bool) -> None:
+    async def _build(
+        self, environment: Environment, record: Record, key: bytes, *, new: bool, other_layers: bool = False
+    ) -> None:
         """Make or open the workspace, make the container where there is none, start it and meet its daemon."""
         nonce = secrets.token_hex(16)
-        record = await self._builder.build(environment, record, key, nonce if new else "")
+        record = await self._builder.build(environment, record, key, nonce if new else "", other_layers=other_layers)
         try:
             await self._containers.start(record.container)
         except BackendError as error:
@@ -391,9 +393,9 @@ class DockerBackend(GuestBackend):
         if record.shares_files and not self._facts.shares_files:
             raise ConflictError(f"the sandbox's disk is on this host, but {self._facts.not_shared}")
         async with translated("starting the sandbox"):
-            await self._changes.alone(id, self._start_again(record))
+            await self._changes.alone(id, self._start_again(record, workspace))
 
-    async def _start_again(self, record: Record) -> None:
+    async def _start_again(self, record: Record, workspace: PreparedWorkspace | None) -> None:
         id, environment = record.id, self._places.environment(record.id)
         if await self.is_running(id):
             return
@@ -404,7 +406,14 @@ class DockerBackend(GuestBackend):
             if record.container not in there:
                 await self._containers.remove(id, volumes=False)
                 record = replace(record, container="")
-            await self._build(environment, record, key, new=False)
+            layers = record.layers if workspace is None or not record.layers else workspace.lowers
+            if layers != record.layers:
+                await self._containers.remove(id, volumes=False)
+                await self._containers.remove_volume(id, PREFIX + id)  # an overlay, which names them
+                record = replace(record, layers=layers, container="")
+                await self._thread(environment.write, record)
+                self._records[id] = record
+            await self._build(environment, record, key, new=False, other_layers=workspace is not None and bool(layers))
         except BaseException:
             try:
                 await settled(asyncio.ensure_future(self._halt(id)))

@@ -64,10 +64,13 @@ class Builder:
         if facts.shares_files:  # each file system's own entries there name the host's disks
             self._masked = tuple(str(path) for path in Path("/sys/fs").iterdir() if path.name != "cgroup")
 
-    async def build(self, environment: Environment, record: Record, key: bytes, nonce: str) -> Record:
+    async def build(
+        self, environment: Environment, record: Record, key: bytes, nonce: str, *, other_layers: bool = False
+    ) -> Record:
         """Return the record with its container, which is there and does not run.
 
-        A new environment's workspace holds ``nonce``; that of one that was stopped is opened, where that is empty.
+        A new environment's workspace holds ``nonce``; that of one that was stopped is opened, where that is empty. Its
+        layers may be ``other_layers`` than it began with, which show the same.
         """
         new = bool(nonce)
         config = daemon_config(record.spec, key, limits_processes=self._facts.is_gvisor)
@@ -77,6 +80,8 @@ class Builder:
                 await self._thread(_put_nonce, _changes(environment, record), nonce, record.spec)
             else:
                 await self._thread(environment.disk.open)
+            if other_layers:
+                await self._thread(environment.fit_changes, await self._thread(environment.short_layers, record))
             await self._thread(environment.prepare_guest, config)
         mounts = await self._mounts(environment, record, new=new)
         if record.container:

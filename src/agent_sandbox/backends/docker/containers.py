@@ -137,6 +137,12 @@ class Containers:
             await asyncio.sleep(_PAUSE_SECONDS)
         raise BackendError("the sandbox's container does not end; look at the engine's log")
 
+    async def remove_volume(self, id: str, name: str) -> None:
+        """Remove one volume of an environment, which no container has any more."""
+        if name in {one.get("Name") for one in await self.volumes(id)}:
+            with contextlib.suppress(NotFoundError):
+                await self._engine.delete(f"/volumes/{name}")
+
     async def remove(self, id: str, *, volumes: bool) -> None:
         """Remove the containers of an environment, whatever their state, and its volumes where asked for."""
         for one in await self.find(id):

@@ -40,7 +40,7 @@ import msgspec
 
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk, Templates
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
@@ -167,6 +167,23 @@ class Environment:
             link.symlink_to(layer)
             names.append(str(link))
         return names
+
+    def fit_changes(self, layers: list[str]) -> None:
+        """Let the changes be mounted over ``layers``, which show what those showed that the workspace began with.
+
+        The kernel tells files laid out anew from those that it knew; it is tried here, since an engine only says that a
+        start failed. :class:`BackendError` where the changes cannot do without the old ones.
+        """
+        disk = self.disk
+        options = f"lowerdir={':'.join(layers)},upperdir={disk.changes},workdir={disk.changes_work},{OVERLAY_OPTIONS}"
+        try:
+            mounts.mount("overlay", disk.workspace, "overlay", mounts.MS_NOSUID | mounts.MS_NODEV, options)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            forget_layers(disk.changes, disk.changes_work)
+        else:
+            mounts.unmount(disk.workspace)
 
     def connect(self) -> socket.socket:
         """Connect to the daemon's socket, without blocking. :class:`OSError` as connect(2) gives it.
