@@ -430,7 +430,7 @@ def test_a_missing_tool_is_named(
     only.mkdir()
     for name in ("skopeo", "setpriv"):
         (only / name).symlink_to(f"/usr/bin/{name}")
-    monkeypatch.setattr(tools, "_PATH", str(only))
+    monkeypatch.setattr(tools, "PATH", str(only))
     with pytest.raises(BackendError, match="umoci is not installed; install them with: apt-get install skopeo umoci"):
         store.import_image("a", source)
     (only / "skopeo").unlink()

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent_sandbox.errors import BackendError, InvalidRequestError, LimitExceededError
+from agent_sandbox.images import tools
 from agent_sandbox.images.machine import binding
-from agent_sandbox.images.tools import PATH, Tick, ToolFailedError, run
+from agent_sandbox.images.tools import Tick, ToolFailedError
 
 FORMAT = 1
 """Of what is asked of mkfs.erofs: with another number every file is made again."""
@@ -30,7 +31,7 @@ _AT, _MAGIC = 1024, 0xE0F5E1E2
 
 def require() -> None:
     """Raise :class:`BackendError` when mkfs.erofs is not installed."""
-    if shutil.which("mkfs.erofs", path=PATH) is None:
+    if shutil.which("mkfs.erofs", path=tools.PATH) is None:
         raise BackendError(f"mkfs.erofs is not installed; {INSTALL}")
 
 
@@ -46,7 +47,7 @@ def make(target: Path, rootfs: Path, binds: Sequence[tuple[Path, str]], key: str
         shown = [word for source, inside in binds for word in (str(source), f"{rootfs}/{inside.lstrip('/')}")]
         argv = [sys.executable, "-I", binding.__file__, *shown, "--", *argv]
     try:
-        run(argv, target.parent, tick, install=INSTALL)
+        tools.run(argv, target.parent, tick, install=INSTALL)
     except ToolFailedError as error:
         if "space left" in error.message.lower():
             raise LimitExceededError("the disk is full: the image's root file system was not made") from error

@@ -75,14 +75,18 @@ def parse_module(content: bytes) -> Module:
             raise ValueError("no ELF file for amd64")
         table = struct.unpack_from("<Q", content, 40)[0]
         entry_bytes, count, names_at = struct.unpack_from("<HHH", content, 58)
-        if entry_bytes != 64 or count > _SECTIONS:
+        if entry_bytes != 64 or count > _SECTIONS or table + 64 * count > len(content):
             raise ValueError("a damaged table of sections")
         sections = [struct.unpack_from("<I20xQQ", content, table + 64 * at) for at in range(count)]
         names = sections[names_at][1]
         for name, start, size in sections:
-            if content[names + name : names + name + 9] == b".modinfo\0" and size <= _MODINFO_BYTES:
+            if (
+                content[names + name : names + name + 9] == b".modinfo\0"
+                and size <= _MODINFO_BYTES
+                and start + size <= len(content)
+            ):
                 return _modinfo(content[start : start + size])
-    except (struct.error, IndexError):
+    except (struct.error, IndexError, OverflowError):
         raise ValueError("a damaged ELF file") from None
     raise ValueError("no kernel module")
 
