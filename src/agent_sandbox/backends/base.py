@@ -155,12 +155,14 @@ class Backend(abc.ABC):
         """
         raise UnsupportedError("layered_workspace", self.name)
 
-    def checkpoint(self, id: str, dest: str) -> AbstractAsyncContextManager[HeldWorkspace]:
+    def checkpoint(self, id: str, dest: str) -> AbstractAsyncContextManager[HeldWorkspace | None]:
         """As :meth:`hold_workspace`, and keep what the processes have in memory; the caller commits it inside.
 
-        ``dest`` is an empty directory of the caller's, on this host. When the block is left without an error, memory
-        and CPU state are written there and synced, together with what :meth:`restore` needs to know; then the
-        processes go on. On failure ``dest`` holds nothing that counts, and they go on too.
+        Without the capability ``layered_workspace`` it gives None: then the workspace is read inside the block by
+        :meth:`export_workspace`, while no process but the daemon goes on. ``dest`` is an empty directory of the
+        caller's, on this host. When the block is left without an error, memory and CPU state are written there and
+        synced, together with what :meth:`restore` needs to know; then the processes go on. On failure ``dest`` holds
+        nothing that counts, and they go on too.
 
         Of backends with the capability ``checkpoint``, as :meth:`restore`. :class:`ConflictError` for what cannot be
         kept, such as a file that is open and deleted; the message names it.
@@ -170,9 +172,10 @@ class Backend(abc.ABC):
     async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
         """As :meth:`create_from`, with processes that go on from the checkpoint in ``src``, which stays unchanged.
 
-        ``workspace`` shows the state that was committed with it, and nothing else. Several environments may come from
-        one checkpoint, at once too. :class:`ConflictError`, before any effect, for one of another runtime, version,
-        machine or image; the message says which.
+        ``workspace`` shows the state that was committed with it, and nothing else; without the capability
+        ``layered_workspace`` it is empty, and what was written to ``dest`` holds the workspace as well. Several
+        environments may come from one checkpoint, at once too. :class:`ConflictError`, before any effect, for one of
+        another runtime, version, machine or image; the message says which.
         """
         raise UnsupportedError("checkpoint", self.name)
 

@@ -18,8 +18,8 @@ The rules
   go.
 
 Bounds: a checkpoint may take the sandbox's ``memory_mb``, which its control group holds, and ``_SLACK`` for what the
-runtime writes of its own. So much must be free on the disk before the first byte, beyond the floor that is kept for the
-sandboxes that run (MIN_FREE_MB).
+runtime writes of its own; and ``disk_mb``, where the backend keeps the workspace in it (:func:`size_of`). So much must
+be free on the disk before the first byte, beyond the floor that is kept for the sandboxes that run (MIN_FREE_MB).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, SandboxError
 from agent_sandbox.manager.records import SnapshotRecord
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.types import SandboxSpec
+from agent_sandbox.types import Capabilities, SandboxSpec
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ _NEW = ".new-"
 _SLACK = 128 << 20
 _MANIFEST_BYTES = 4 << 10
 _MAX_FILES = 10_000
+_BLOCK = 512
+"""What stat(2) counts in, whatever the file system."""
 _THREADS = 2
 
 
@@ -94,6 +96,11 @@ def require_resumable(snapshot: SnapshotRecord, backend: Backend, spec: SandboxS
         raise unusable(snapshot.id, f"they may need the {had.memory_mb} MiB of memory_mb that they were started with")
 
 
+def size_of(spec: SandboxSpec, capabilities: Capabilities) -> int:
+    """What a checkpoint may take, in MiB, beside the runtime's own: memory, and the disk where no layers hold it."""
+    return spec.memory_mb + (0 if capabilities.layered_workspace else spec.disk_mb)
+
+
 class Making:
     """A checkpoint that is being written: the backend fills ``state``, then :meth:`keep` makes it count."""
 
@@ -104,18 +111,19 @@ class Making:
         self._limit = limit
 
     def keep(self, backend: str, commit: str) -> int:
-        """Make it durable under its snapshot's id and give its size in bytes. Blocks."""
-        size = _measure(Path(self.state), sync=True)
-        if size > self._limit:
+        """Make it durable under its snapshot's id and give what it takes of the disk, in bytes. Blocks."""
+        length, taken = _measure(Path(self.state), sync=True)
+        if length > self._limit:
             raise LimitExceededError(
-                f"the memory of the sandbox takes {size} bytes, more than its own limit and {_SLACK} bytes"
+                f"the memory of the sandbox takes {length} bytes, more than its own limit and {_SLACK} bytes"
             )
         table = {
             "version": MANIFEST_VERSION,
             "snapshot": self._final.name,
             "backend": backend,
             "commit": commit,
-            "bytes": size,
+            "bytes": taken,
+            "length": length,
         }
         with (self._home / "manifest.json").open("xb") as file:
             file.write(json.dumps(table).encode())
@@ -124,7 +132,7 @@ class Making:
         _sync(self._home)
         self._home.rename(self._final)
         _sync(self._final.parent)
-        return size
+        return taken
 
 
 class Checkpoints:
@@ -145,12 +153,13 @@ class Checkpoints:
         self._threads.shutdown(wait=False)
 
     @asynccontextmanager
-    async def making(self, id: str, memory_mb: int, floor_mb: int) -> AsyncIterator[Making]:
+    async def making(self, id: str, size_mb: int, floor_mb: int) -> AsyncIterator[Making]:
         """Give an empty place for a snapshot's checkpoint; when the block fails, nothing is left of it.
 
-        :class:`LimitExceededError` before anything is done where the disk has too little room for ``memory_mb``.
+        :class:`LimitExceededError` before anything is done where the disk has too little room for ``size_mb``, which
+        :func:`size_of` tells.
         """
-        limit = (memory_mb << 20) + _SLACK
+        limit = (size_mb << 20) + _SLACK
         making = Making(self._directory / (_NEW + id), self._directory / id, limit)
         try:
             await self._run(lambda: self._begin(making, limit, floor_mb))
@@ -217,7 +226,9 @@ class Checkpoints:
                 raise unusable(snapshot.id, "its memory belongs to another state of the workspace")
             if table["backend"] != snapshot.backend:
                 raise unusable(snapshot.id, f"its memory is of backend {table['backend']!r}")
-            if not _measure(home / "state", sync=False) == table["bytes"] == snapshot.memory_bytes:
+            length, _ = _measure(home / "state", sync=False)
+            # Files with holes are longer than what they take; manifests without a length are of files without.
+            if table["bytes"] != snapshot.memory_bytes or table.get("length", table["bytes"]) != length:
                 raise unusable(snapshot.id, "its memory is damaged on disk")
         except FileNotFoundError:
             raise unusable(snapshot.id, "its memory is missing on disk") from None
@@ -257,9 +268,12 @@ class Checkpoints:
             raise BackendError("the server is shutting down") from error
 
 
-def _measure(directory: Path, *, sync: bool) -> int:
-    """Bytes of the files below a directory; with ``sync`` everything is on the disk afterwards."""
-    total = count = 0
+def _measure(directory: Path, *, sync: bool) -> tuple[int, int]:
+    """The length of the files below a directory, and what they take: less, where they have holes.
+
+    With ``sync`` everything is on the disk before that is asked.
+    """
+    length = taken = count = 0
     for place, _, names in os.walk(directory, onerror=_raise):
         for name in names:
             path = Path(place, name)
@@ -267,12 +281,14 @@ def _measure(directory: Path, *, sync: bool) -> int:
             count += 1
             if not stat.S_ISREG(info.st_mode) or count > _MAX_FILES:
                 raise BackendError("the backend wrote a checkpoint that is not made of a few plain files")
-            total += info.st_size
             if sync:
                 _sync(path)
+                info = path.lstat()
+            length += info.st_size
+            taken += min(info.st_blocks * _BLOCK, info.st_size)
         if sync:
             _sync(Path(place))
-    return total
+    return length, taken
 
 
 def _raise(error: OSError) -> None:

@@ -10,7 +10,8 @@ Which one a backend has, its capability ``layered_workspace`` says. Everything e
 what is stored, what a rollback does, how states are compared, merged and archived.
 
 What differs, and is said in ``docs/design/workspaces.md``: a streamed workspace is read whole each time, while its
-processes go on, so what they write meanwhile may be in it or not.
+processes go on, so what they write meanwhile may be in it or not; unless their memory is kept as well: then they stand
+still, and the checkpoint holds the workspace as they see it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import abc
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from pathlib import Path
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError, UnsupportedError
+from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError
 from agent_sandbox.manager.pipe import Pipe
 from agent_sandbox.manager.workspaces import Outcome, Source, Workspaces
 from agent_sandbox.store import Store, Upper
@@ -52,16 +53,16 @@ class Keeping(abc.ABC):
         """Give the workspace of a running environment, to be read once while the block runs.
 
         ``limit`` is in bytes of its files. ``memory`` is the directory for a checkpoint of the same moment, which is
-        there when the block was left without an error; of backends with layers and checkpoints.
+        there when the block was left without an error; of backends with the capability ``checkpoint``.
         """
 
     @abc.abstractmethod
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """Make an environment whose workspace is a state; ``limit`` is no less than the bytes of its files."""
 
+    @abc.abstractmethod
     async def resume(self, env_id: str, spec: SandboxSpec, commit: str, memory: str) -> None:
         """Make an environment of a state and the checkpoint of the same moment in ``memory``."""
-        raise UnsupportedError("checkpoint", self.backend.name)
 
     async def restart(self, env_id: str, spec: SandboxSpec) -> None:
         """Start a stopped environment again; see :meth:`Backend.start_environment`."""
@@ -74,10 +75,14 @@ class Layered(Keeping):
     @asynccontextmanager
     async def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AsyncIterator[Source]:
         """Every process stands still while the block runs."""
-        backend = self.backend
-        still = backend.hold_workspace(env_id) if memory is None else backend.checkpoint(env_id, memory)
-        async with still as held:
-            yield from_directory(held)
+        if memory is None:
+            async with self.backend.hold_workspace(env_id) as held:
+                yield from_directory(held)
+            return
+        async with self.backend.checkpoint(env_id, memory) as kept:
+            if kept is None:
+                raise BackendError(f"backend {self.backend.name!r} gave no workspace to read")
+            yield from_directory(kept)
 
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """Nothing is copied where the backend mounts layers."""
@@ -114,9 +119,16 @@ class Streamed(Keeping):
 
     @asynccontextmanager
     async def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AsyncIterator[Source]:
-        """The export begins at once, goes as far as the pipe holds, and ends with the block."""
-        if memory is not None:
-            raise UnsupportedError("checkpoint", self.backend.name)
+        """The export begins at once, goes as far as the pipe holds, and ends with the block.
+
+        Its processes go on meanwhile, but for a checkpoint: what they have in memory and what is read is of one moment.
+        """
+        still = nullcontext() if memory is None else self.backend.checkpoint(env_id, memory)
+        async with still, self._exported(env_id, limit) as source:
+            yield source
+
+    @asynccontextmanager
+    async def _exported(self, env_id: str, limit: int) -> AsyncIterator[Source]:
         pipe = Pipe()
         reports: list[ExportReport] = []
 
@@ -145,6 +157,10 @@ class Streamed(Keeping):
             await asyncio.wait([exporting])
             if not exporting.cancelled():
                 exporting.exception()  # who read has it
+
+    async def resume(self, env_id: str, spec: SandboxSpec, commit: str, memory: str) -> None:
+        """The checkpoint holds the workspace too: its bytes and the commit's are of one moment."""
+        await self.backend.restore(env_id, spec, PreparedWorkspace(), memory)
 
     async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
         """The caller removes the environment when it could not be filled."""

@@ -30,7 +30,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.manager import policy
-from agent_sandbox.manager.checkpoints import require_resumable, resumes, unusable
+from agent_sandbox.manager.checkpoints import require_resumable, resumes, size_of, unusable
 from agent_sandbox.manager.clock import SteadyClock
 from agent_sandbox.manager.commands import Commands
 from agent_sandbox.manager.core import new_id
@@ -247,7 +247,7 @@ class Manager(Commands, Files, Projects):
             if memory:
                 backend = self._fleet.backend(entry.record.backend)
                 known = backend.capabilities
-                if not (known.checkpoint and known.layered_workspace):
+                if not known.checkpoint:
                     raise UnsupportedError("checkpoint", backend.name, known.notes.get("checkpoint", ""))
             return await self._fleet.tasks.own(self._take(entry, name, memory), f"snapshot {id}")
 
@@ -263,8 +263,9 @@ class Manager(Commands, Files, Projects):
                 async with AsyncExitStack() as stack:
                     making = None
                     if memory:
+                        size_mb = size_of(record.spec, backend.capabilities)
                         making = await stack.enter_async_context(
-                            self._fleet.checkpoints.making(id, record.spec.memory_mb, self._settings.min_free_mb)
+                            self._fleet.checkpoints.making(id, size_mb, self._settings.min_free_mb)
                         )
                     state = None if making is None else making.state
                     async with kept.held(record.env_id, limit, memory=state) as workspace:

@@ -39,7 +39,13 @@ def spawn(
         ]
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         return os.posix_spawn(
-            argv[0], argv, ENVIRONMENT, file_actions=[null, *actions], setsid=True, setsigmask=[], setsigdef=_SIGNALS
+            argv[0],
+            list(argv),
+            ENVIRONMENT,
+            file_actions=[null, *actions],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=_SIGNALS,
         )
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
