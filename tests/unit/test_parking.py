@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -116,6 +118,30 @@ async def test_a_crash_in_between_costs_nothing(server: Server, method: str) -> 
     await is_tidy(server, sandbox)
     await server.manager.rollback(sandbox.id, undo.id)
     assert await read(server, sandbox) == b"after"
+
+
+async def test_what_is_parked_keeps_what_it_began_with_while_its_record_cannot_be_read(server: Server) -> None:
+    sandbox, snapshot = await changed(server)
+    await server.manager.rollback(sandbox.id, snapshot.id)
+    await server.manager.settle()
+    await server.manager.write_file(sandbox.id, "f", b"again", 0o644)
+    second = await server.manager.get(sandbox.id)
+    keeping = server.wire.hold("export_workspace", second.env_id)
+    third = await server.manager.rollback(sandbox.id, snapshot.id)
+    await keeping.wait()
+    await server.crash()
+    with contextlib.closing(sqlite3.connect(server.settings.data_dir / "state.db")) as db, db:
+        (whole,) = db.execute("SELECT record FROM sandboxes").fetchone()
+        db.execute("UPDATE sandboxes SET record = '{}'")
+    await server.start()
+    assert {second.env_id, third.env_id} <= kept_states(server.settings)
+    await server.crash()
+    with contextlib.closing(sqlite3.connect(server.settings.data_dir / "state.db")) as db, db:
+        db.execute("UPDATE sandboxes SET record = ?", (whole,))  # somebody mended it
+    await server.start()
+    (undo,) = await automatic(server, sandbox)
+    await server.manager.rollback(sandbox.id, undo.id)
+    assert await read(server, sandbox) == b"again"
 
 
 async def test_a_stopped_environment_is_started_to_be_read(server: Server) -> None:

@@ -438,7 +438,7 @@ class Fleet:
         environments = {row.env_id for row in self.unreadable.values()}
         for entry in self.entries.values():
             environments |= {entry.record.env_id, entry.record.parked or entry.record.env_id}
-        await self.workspaces.start(await self.state.snapshot_ids(), environments)
+        await self.workspaces.start(await self.state.snapshot_ids(), environments, set(self.unreadable))
         await self.parking.sweep({*self.entries, *self.unreadable})
         for entry in self.entries.values():
             if entry.record.commit is None and entry.record.source_snapshot_id is not None:

@@ -163,14 +163,17 @@ class Workspaces:
         """Whether :meth:`start` was called."""
         return self._loop is not None
 
-    async def start(self, snapshots: Collection[str], environments: Collection[str]) -> None:
+    async def start(
+        self, snapshots: Collection[str], environments: Collection[str], unreadable: Collection[str] = ()
+    ) -> None:
         """Open the store, making it when there is none, and drop what rows no longer lead to; find earlier layers.
 
-        ``snapshots`` and ``environments`` are the ids of all that there are; the backends are up. A second call does
-        nothing. Errors as of :class:`Store`.
+        ``snapshots`` and ``environments`` are the ids of all that there are; the backends are up. Of the sandboxes
+        ``unreadable`` every environment may be one, parked or not. A second call does nothing. Errors as of
+        :class:`Store`.
         """
         if self._loop is None:
-            await self._run(lambda: self._open(snapshots, environments))
+            await self._run(lambda: self._open(snapshots, environments, unreadable))
             self._loop = asyncio.get_running_loop()
             await self._run(self._open_checkouts)
 
@@ -471,23 +474,30 @@ class Workspaces:
 
     # ---- within ----------------------------------------------------------------------------------------------------
 
-    def _open(self, snapshots: Collection[str], environments: Collection[str]) -> None:
+    def _open(self, snapshots: Collection[str], environments: Collection[str], unreadable: Collection[str]) -> None:
         # The last server may have been killed between a removal and gc. It need not come while all are starting.
         self._garbage, self._collected = self._path.exists(), time.monotonic()
         store = Store.open(self._path) if self._path.exists() else Store.create(self._path)
         try:
-            self._clear(store, snapshots, environments)
+            self._clear(store, snapshots, environments, unreadable)
         except BaseException:
             store.close()
             raise
         self._store = store  # last: from now on what is removed meanwhile is removed here too
 
-    def _clear(self, store: Store, snapshots: Collection[str], environments: Collection[str]) -> None:
+    def _clear(
+        self, store: Store, snapshots: Collection[str], environments: Collection[str], unreadable: Collection[str]
+    ) -> None:
         """Drop the names that no row leads to any more."""
+
+        def is_environment(name: str) -> bool:
+            sandbox, _, number = name.rpartition("-")
+            return name in environments or (sandbox in unreadable and number.isdecimal())
+
         if PROJECT not in {project.name for project in store.projects()}:
             store.init(PROJECT)
         for pin in list(store.pins()):
-            if pin.name not in snapshots and pin.name not in environments:
+            if pin.name not in snapshots and not is_environment(pin.name):
                 log.warning("letting go of state %s: no snapshot or sandbox of that name is known", pin.name)
                 with suppress(NotFoundError, StoreError):
                     if "-" not in pin.name:  # a snapshot: what follows it is no reason to keep its files
@@ -500,7 +510,9 @@ class Workspaces:
             older = id.rpartition("-")[0]  # earlier versions had a branch for each sandbox
             if older in names and id not in names:
                 store.fork(f"{PROJECT}:{older}", f"{PROJECT}:{id}")
-        for name in names.difference(environments):
+        for name in names:
+            if is_environment(name):
+                continue
             with suppress(StoreFullError):
                 store.delete(f"{PROJECT}:{name}")
             self._garbage = True
