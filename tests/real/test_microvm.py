@@ -68,9 +68,10 @@ async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_worksp
     limits = details["limits"]
     assert isinstance(limits, dict)
     assert (limits["cpus"], limits["memory_bytes"], limits["pids"]) == (1.0, 256 << 20, 64)
-    key = (await backend.endpoint("sb1-1")).key
+    endpoint = await backend.endpoint("sb1-1")
+    endpoint.socket.close()
     for name in ("cmdline", "environ"):
-        assert key not in Path(f"/proc/{pid}/{name}").read_bytes()
+        assert endpoint.key not in Path(f"/proc/{pid}/{name}").read_bytes()
 
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(SandboxError):
@@ -129,10 +130,12 @@ async def test_a_kernel_that_does_not_start_is_told_with_its_last_words(settings
 async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mounts.mount("none", small, "tmpfs", 0, "size=300k")
+    mounts.mount("none", small, "tmpfs", 0, "size=16m")
     try:
         backend = MicrovmBackend(Settings(**{**vars(settings), "data_dir": small / "data"}))
         await backend.start()
+        state = os.statvfs(small)
+        (small / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 65_536))
         with pytest.raises(LimitExceededError, match="disk is full"):
             await backend.create("sb1-1", SPEC)
         assert await backend.list_ids() == []
@@ -145,8 +148,8 @@ async def test_what_is_missing_is_told_with_its_remedy(settings: Settings, tmp_p
     def changed(**values: object) -> MicrovmBackend:
         return MicrovmBackend(Settings(**{**vars(settings), **values}))
 
-    for program in (str(tmp_path / "none"), "/bin/true"):
-        with pytest.raises(BackendError, match="QEMU"):
+    for program, remedy in ((str(tmp_path / "none"), "apt-get install qemu"), ("/bin/true", "does not answer as QEMU")):
+        with pytest.raises(BackendError, match=remedy):
             await changed(qemu=program).start()
     with pytest.raises(BackendError, match="agent-sandbox image kernel"):
         await changed(machine_dir=str(tmp_path / "empty")).start()
