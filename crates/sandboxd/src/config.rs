@@ -117,6 +117,11 @@ impl Config {
 
     fn parse(bytes: &[u8]) -> Option<Config> {
         let map = Map::parse(bytes).ok()?;
+        Config::of(&map, map.bin("key")?.try_into().ok()?)
+    }
+
+    /// Everything but the key, which comes from elsewhere.
+    pub fn of(map: &Map<'_>, key: [u8; 32]) -> Option<Config> {
         // The highest number means "leave as it is" to the kernel.
         let id = |key| map.uint(key).and_then(|id| u32::try_from(id).ok()).filter(|&id| id != u32::MAX);
         let workspace = match map.get("workspace") {
@@ -133,7 +138,7 @@ impl Config {
         };
         let tables = map.uint("memory_bytes").map_or(MAX_TABLES, |memory| MAX_TABLES.min(memory / 4));
         Some(Config {
-            key: map.bin("key")?.try_into().ok()?,
+            key,
             uid: id("uid")?,
             gid: id("gid")?,
             workspace,

@@ -5,15 +5,15 @@
 //! [`QUEUE_HIGH`]), and a peer that never reads is itself no longer read at [`QUEUE_FULL`].
 
 use crate::daemon::Daemon;
-use crate::ops;
+use crate::transport::Transport;
 use crate::wire::{Connection, Event};
+use crate::{machine, ops};
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::future::pending;
 use std::io::{self, IoSlice};
 use std::rc::Rc;
 use std::time::Duration;
-use tokio::net::UnixStream;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::{sleep, timeout};
@@ -235,7 +235,7 @@ impl Conn {
     }
 
     /// Carry the connection until it ends.
-    pub async fn serve(self: &Rc<Conn>, daemon: &Rc<Daemon>, socket: UnixStream) {
+    pub async fn serve(self: &Rc<Conn>, daemon: &Rc<Daemon>, socket: Transport) {
         let hello = async {
             sleep(HELLO_TIME).await;
             if self.core.borrow().is_ready() {
@@ -249,6 +249,7 @@ impl Conn {
             _ = self.write(&socket) => {}
             () = self.close.notified() => {}
             () = hello => {}
+            () = socket.abandoned() => {}
         }
         if let Some((code, message)) = self.farewell.take() {
             self.core.borrow_mut().goaway(code, message);
@@ -271,7 +272,7 @@ impl Conn {
         self.head.set(0);
     }
 
-    async fn read(self: &Rc<Conn>, daemon: &Rc<Daemon>, socket: &UnixStream) -> io::Result<()> {
+    async fn read(self: &Rc<Conn>, daemon: &Rc<Daemon>, socket: &Transport) -> io::Result<()> {
         loop {
             while self.queued.get() >= QUEUE_FULL {
                 self.written.notified().await;
@@ -304,7 +305,9 @@ impl Conn {
             let stream = |id| self.streams.borrow().get(&id).cloned();
             match event {
                 Event::Ready => {
+                    let clock_ns = core.clock_ns();
                     drop(core);
+                    machine::arrived(daemon, clock_ns);
                     if !daemon.admit(self) {
                         self.leave("too_many", "too many connections");
                     }
@@ -379,7 +382,7 @@ impl Conn {
         self.write.notify_one();
     }
 
-    async fn write(&self, socket: &UnixStream) -> io::Result<()> {
+    async fn write(&self, socket: &Transport) -> io::Result<()> {
         loop {
             while self.queued.get() > 0 {
                 self.write_some(socket).await?;
@@ -388,7 +391,7 @@ impl Conn {
         }
     }
 
-    async fn write_some(&self, socket: &UnixStream) -> io::Result<()> {
+    async fn write_some(&self, socket: &Transport) -> io::Result<()> {
         let written = {
             let queue = self.queue.borrow();
             let mut head = self.head.get();

@@ -5,7 +5,9 @@ use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
 use crate::exec::Objects;
+use crate::machine::{Machine, group};
 use crate::memory::Kills;
+use crate::transport::Transport;
 use crate::uploads::Replacing;
 use crate::workers::{self, Workers};
 use rustix::net::SocketAddrAny;
@@ -46,8 +48,10 @@ pub struct Daemon {
     pub objects: Objects,
     pub kills: Kills,
     pub replacing: Arc<Replacing>,
-    /// Where the daemon listens.
-    pub address: SocketAddrAny,
+    /// Where the daemon listens, if it is a socket.
+    pub address: Option<SocketAddrAny>,
+    /// The daemon is a machine's first process.
+    pub machine: Option<Rc<Machine>>,
     /// Watches that are going on.
     pub watches: Cell<usize>,
     /// The daemon is to end.
@@ -71,15 +75,19 @@ impl Daemon {
         config: Config,
         open_files: libc::rlimit,
         null: OwnedFd,
-        address: SocketAddrAny,
+        address: Option<SocketAddrAny>,
         can_part: bool,
+        machine: Option<Rc<Machine>>,
     ) -> io::Result<Rc<Daemon>> {
         let (uid, gid) = (config.uid, config.gid);
         Ok(Rc::new(Daemon {
             files: Workers::start("files", FILE_THREADS, move || workers::become_user(uid, gid))?,
             archives: Workers::start("archives", ARCHIVE_THREADS, || Ok(()))?,
             replacing: Arc::default(),
-            kills: Kills::new(config.memory_events.clone()),
+            kills: Kills::new(match machine {
+                Some(_) => Some(group::EVENTS.to_vec()),
+                None => config.memory_events.clone(),
+            }),
             key: Cell::new(config.key),
             config,
             open_files,
@@ -88,6 +96,7 @@ impl Daemon {
             scratch: RefCell::new(vec![0; SCRATCH]),
             objects: Objects::default(),
             address,
+            machine,
             watches: Cell::new(0),
             shutdown: Notify::new(),
             parting: Notify::new(),
@@ -117,6 +126,13 @@ impl Daemon {
             return;
         }
         let conn = Conn::new(self.key.get(), nonce);
+        self.know(&conn);
+        let daemon = self.clone();
+        spawn_local(async move { conn.serve(&daemon, Transport::Socket(socket)).await });
+    }
+
+    /// Count a connection that has yet to prove the key. The oldest of too many ends.
+    pub fn know(&self, conn: &Rc<Conn>) {
         let mut strangers = self.strangers.borrow_mut();
         strangers.retain(|other| other.strong_count() > 0);
         if strangers.len() >= MAX_STRANGERS
@@ -124,9 +140,7 @@ impl Daemon {
         {
             oldest.leave("too_many", "too many connections without a hello");
         }
-        strangers.push_back(Rc::downgrade(&conn));
-        let daemon = self.clone();
-        spawn_local(async move { conn.serve(&daemon, socket).await });
+        strangers.push_back(Rc::downgrade(conn));
     }
 
     /// Count a connection that has proved the key; `false` when there are too many.

@@ -1,7 +1,7 @@
 //! `sandboxd`, the daemon inside every sandbox.
 //!
 //! It listens on one socket, which the server connects to, and does what `spec/wire.md` says: commands, files,
-//! archives. It is usually PID 1 of the sandbox and root with few capabilities; commands are another user with
+//! archives. As the first process of a microVM it is [`machine`]'s, and has a port instead. It is usually PID 1 of the sandbox and root with few capabilities; commands are another user with
 //! none. Everything that must not fail later (threads, descriptors) is made before it says that it is ready.
 
 mod absence;
@@ -19,6 +19,7 @@ mod fsops;
 mod launch;
 mod listing;
 mod lookup;
+mod machine;
 mod memory;
 mod ops;
 mod pack;
@@ -34,6 +35,7 @@ mod tarread;
 mod tarsink;
 #[cfg(test)]
 mod tartests;
+mod transport;
 mod tree;
 mod uploads;
 mod watch;
@@ -57,6 +59,9 @@ use tokio::task::{LocalSet, spawn_local};
 const PIDS_MAX: &str = "/sys/fs/cgroup/pids/pids.max";
 
 fn main() -> ExitCode {
+    if machine::is_init() {
+        machine::run();
+    }
     match config::arguments(std::env::args_os().skip(1)) {
         Ok(Command::Version) => {
             println!("sandboxd {}", env!("CARGO_PKG_VERSION"));
@@ -104,7 +109,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     let (listener, socket) = listener(listen)?;
     let address = rustix::net::getsockname(&listener).map_err(|errno| format!("cannot listen: {errno}"))?;
     let result = LocalSet::new().block_on(&runtime, async {
-        let daemon = Daemon::new(config, open_files, null, address, socket.is_some())
+        let daemon = Daemon::new(config, open_files, null, Some(address), socket.is_some(), None)
             .map_err(|error| format!("cannot start: {error}"))?;
         let broken = |error| format!("cannot watch signals: {error}");
         let mut children = signal(SignalKind::child()).map_err(broken)?;

@@ -17,11 +17,17 @@ use std::io;
 
 /// The descriptor of the control socket in the supervisor and, close-on-exec, in the child.
 pub const CONTROL: c_int = 3;
+/// The control group's in the supervisor until the command is forked.
+const GROUP: c_int = 4;
+/// Above the descriptors that are put in their places.
+const OUT_OF_THE_WAY: c_int = 64;
 /// A message from the daemon has two bytes: what to do and a number for it.
 pub const KILL: u8 = b'K';
 /// Send a signal to every process of the tree.
 pub const SIGNAL: u8 = b'S';
 const NONE: c_ulong = 0;
+/// Linux 5.7 (include/uapi/linux/sched.h).
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// How long one attempt to end a tree lasts.
 const KILL_SECONDS: i64 = 5;
 
@@ -113,6 +119,8 @@ pub struct Descriptors {
     pub stdin: c_int,
     pub stdout: c_int,
     pub stderr: c_int,
+    /// The directory of the control group that the command is forked into, -1 for none.
+    pub group: c_int,
     /// Say when the program runs.
     pub announce: bool,
 }
@@ -146,6 +154,21 @@ unsafe fn fork() -> pid_t {
     unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD as c_ulong, NONE, NONE, NONE, NONE) as pid_t }
 }
 
+/// Fork a child that is in a control group from its first moment on, so that the group's limits hold for it too.
+///
+/// # Safety
+/// As for [`fork`].
+unsafe fn fork_into(group: c_int) -> pid_t {
+    // SAFETY: zeros and a descriptor are a plain fork with one flag; the kernel reads the structure.
+    unsafe {
+        let mut args: libc::clone_args = std::mem::zeroed();
+        args.flags = CLONE_INTO_CGROUP;
+        args.exit_signal = libc::SIGCHLD as u64;
+        args.cgroup = group as u64;
+        libc::syscall(libc::SYS_clone3, &raw const args, size_of::<libc::clone_args>()) as pid_t
+    }
+}
+
 extern "C" fn wake(_: c_int) {}
 
 /// # Safety
@@ -156,30 +179,38 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
         reset_signals();
         libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as c_ulong);
         libc::prctl(libc::PR_SET_NAME, c"sandboxd-exec".as_ptr());
+        let group = match fds.group {
+            -1 => -1,
+            group => libc::fcntl(group, libc::F_DUPFD_CLOEXEC, OUT_OF_THE_WAY),
+        };
         // All four are above 2, so no copy overwrites one that is still needed, and the copies to 0, 1 and 2
         // come before the one to 3.
         let placed = libc::dup2(fds.stdin, 0) >= 0
             && libc::dup2(fds.stdout, 1) >= 0
             && libc::dup2(fds.stderr, 2) >= 0
             && (fds.control == CONTROL || libc::dup3(fds.control, CONTROL, libc::O_CLOEXEC) >= 0);
+        let placed = placed && (fds.group < 0 || libc::dup3(group, GROUP, libc::O_CLOEXEC) >= 0);
         if !placed {
             Report::failed(Stage::Setup, *libc::__errno_location()).send(fds.control);
             libc::_exit(1);
         }
-        close_from(CONTROL + 1);
+        close_from(if fds.group < 0 { CONTROL } else { GROUP } + 1);
         // Whoever holds the writing end has not executed its program yet.
         let mut running = [-1; 2];
         if fds.announce && libc::pipe2(running.as_mut_ptr(), libc::O_CLOEXEC) < 0 {
             Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
             libc::_exit(1);
         }
-        let child = fork();
+        let child = if fds.group < 0 { fork() } else { fork_into(GROUP) };
         if child == 0 {
             launch::start(plan);
         }
         if child < 0 {
             Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
             libc::_exit(1);
+        }
+        if fds.group >= 0 {
+            libc::close(GROUP);
         }
         // The command's output ends when the command and its children are done with it.
         for fd in 0..CONTROL {

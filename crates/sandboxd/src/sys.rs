@@ -4,6 +4,7 @@ use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::fsops::Answer;
+use crate::machine::{self, Machine};
 use crate::pack::MapWriter;
 use rustix::fs::{CWD, Mode, OFlags, RawDir, openat};
 use rustix::io::Errno;
@@ -59,6 +60,40 @@ pub fn prepare_checkpoint(daemon: &Daemon, stream: &Stream) -> Answer {
     stream.end(&MapWriter::new(0).done());
     daemon.parting.notify_one();
     Ok(None)
+}
+
+/// Stop every command where it is. The time until the thaw counts for no deadline.
+pub async fn freeze(daemon: &Daemon) -> Answer {
+    let machine = freezer(daemon)?;
+    daemon.absence.begin(Instant::now());
+    match machine.group.freeze().await {
+        Ok(true) => Ok(Some(MapWriter::new(0).done())),
+        Ok(false) => {
+            daemon.absence.end(Instant::now());
+            Err(Failure::new(Code::Stuck, "a command could not be stopped in time; all go on"))
+        }
+        Err(errno) => {
+            daemon.absence.end(Instant::now());
+            Err(errno.into())
+        }
+    }
+}
+
+/// Set the clock where it is given, and let every command go on.
+pub fn thaw(daemon: &Daemon, clock_ns: Option<u64>) -> Answer {
+    let machine = freezer(daemon)?;
+    if let Some(now_ns) = clock_ns {
+        machine::set_clock(now_ns)?;
+    }
+    machine.group.thaw()?;
+    daemon.absence.end(Instant::now());
+    Ok(Some(MapWriter::new(0).done()))
+}
+
+fn freezer(daemon: &Daemon) -> Result<&Machine, Failure> {
+    daemon.machine.as_deref().ok_or_else(|| {
+        Failure::new(Code::Unsupported, "the daemon is no machine's first process and has no freezer")
+    })
 }
 
 /// All that `/proc` has a directory for.

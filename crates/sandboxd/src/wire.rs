@@ -129,6 +129,7 @@ pub struct Connection {
     nonce: [u8; 32],
     peer_nonce: [u8; 32],
     generation: u32,
+    clock_ns: Option<u64>,
     buffer: Vec<u8>,
     start: usize,
     end: usize,
@@ -154,6 +155,7 @@ impl Connection {
             nonce,
             peer_nonce: [0; 32],
             generation: GENERATION,
+            clock_ns: None,
             buffer: vec![0; 2 * (HEADER + MAX_EARLY_PAYLOAD)],
             start: 0,
             end: 0,
@@ -168,6 +170,11 @@ impl Connection {
 
     pub fn is_ready(&self) -> bool {
         self.phase == Phase::Open
+    }
+
+    /// What the client's clock said when it proved its key, in nanoseconds since the epoch.
+    pub fn clock_ns(&self) -> Option<u64> {
+        self.clock_ns
     }
 
     /// Where the next bytes go. Never empty while [`Connection::next`] is asked until it has nothing.

@@ -40,12 +40,18 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A connected stream socket to the daemon, its key, and what the environment was made from."""
+    """A connected stream socket to the daemon, its key, and what the environment was made from.
+
+    A ``serial`` one leads to a machine's port (:mod:`agent_sandbox.guest.channel`). ``seconds`` is how long the daemon
+    may take to answer: one that boots takes longer.
+    """
 
     socket: socket.socket
     key: bytes
     spec: SandboxSpec
     image_env: Mapping[str, str]
+    serial: bool = False
+    seconds: float = HELLO_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +273,7 @@ class GuestBackend(Backend):
 
     async def _connect(self, id: str) -> _Link:
         endpoint = await self.endpoint(id)
-        guest = await Guest.connect(endpoint.socket, endpoint.key)
+        guest = await Guest.connect(endpoint.socket, endpoint.key, timeout=endpoint.seconds, serial=endpoint.serial)
         image_env = {"PATH": DEFAULT_PATH, **endpoint.image_env, "HOME": WORKSPACE}
         return _Link(guest, {**image_env, **endpoint.spec.env})
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, Self, TypeVar, cast
@@ -21,6 +22,7 @@ from typing import Any, Self, TypeVar, cast
 from agent_sandbox import wire
 from agent_sandbox.errors import BackendError, ConnectionLostError, LimitExceededError
 from agent_sandbox.guest import limits, replies
+from agent_sandbox.guest.channel import Channel
 
 T = TypeVar("T")
 
@@ -28,9 +30,10 @@ T = TypeVar("T")
 class Connection(asyncio.Protocol):
     """A connection. Made by :meth:`connect`; when it is ``closed`` the caller makes another."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, serial: bool = False) -> None:
         loop = asyncio.get_running_loop()
-        self.wire = wire.Connection("client", key)
+        self.wire = wire.Connection("client", key, clock=time.time_ns if serial else None)
+        self._channel = Channel() if serial else None
         self.writable = asyncio.Event()
         self.writable.set()
         self.closed = False
@@ -45,13 +48,16 @@ class Connection(asyncio.Protocol):
         self._missed = 0
 
     @classmethod
-    async def connect(cls, sock: socket.socket, key: bytes, *, timeout: float = limits.HELLO_SECONDS) -> Self:
+    async def connect(
+        cls, sock: socket.socket, key: bytes, *, timeout: float = limits.HELLO_SECONDS, serial: bool = False
+    ) -> Self:
         """Do the hello on a connected stream socket, which belongs to the guest from now on.
 
+        A ``serial`` one leads to a port that outlives its clients, in a machine whose clock is set by the hello.
         Raises :class:`BackendError` when the daemon does not answer in ``timeout`` seconds or cannot prove the key.
         """
         loop = asyncio.get_running_loop()
-        guest = cls(key)
+        guest = cls(key, serial=serial)
         try:
             sock.setblocking(False)
             await loop.create_connection(lambda: guest, sock=sock)
@@ -83,9 +89,17 @@ class Connection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's is one by shape, not by class
         self._transport = transport
         transport.set_write_buffer_limits(high=512 * 1024)
+        if self._channel is not None:
+            transport.write(self._channel.begin())
         self.flush()
 
     def data_received(self, data: bytes) -> None:
+        if self._channel is not None and not self._channel.open:
+            try:
+                data = self._channel.receive(data)
+            except wire.ProtocolError as error:
+                self._lost(str(error))
+                return
         for event in self.wire.receive(data):
             self._dispatch(event)
         self.flush()
@@ -126,7 +140,10 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing() or not self.wire.has_output:
             return
-        transport.writelines(self.wire.data_to_send())
+        if self._channel is None:
+            transport.writelines(self.wire.data_to_send())
+        elif self._channel.open:
+            transport.writelines(self._channel.send(self.wire.data_to_send()))
         if transport.get_write_buffer_size() > limits.MAX_BACKLOG:
             self._lost("the daemon does not read what it is sent")
 

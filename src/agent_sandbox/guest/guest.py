@@ -186,6 +186,25 @@ class Guest(Commands):
         """Return once the workspace's filesystem is on its storage."""
         await self.call("sys.sync", {}, dict[str, Any], seconds=limits.LONG_SECONDS)
 
+    async def freeze(self) -> None:
+        """Return once every command is stopped where it is; their deadlines wait until :meth:`thaw`.
+
+        :class:`UnsupportedError` where the daemon has no freezer of its own: it has one as the first process of a
+        machine.
+        """
+        await self.call("sys.freeze", {}, dict[str, Any])
+
+    async def thaw(self, clock_ns: int | None = None) -> None:
+        """Let frozen commands go on, after setting the machine's clock (nanoseconds since the epoch) where it is given.
+
+        Without a freeze before it, it sets the clock alone.
+        """
+        await self.call("sys.thaw", {} if clock_ns is None else {"clock_ns": clock_ns}, dict[str, Any])
+
+    async def shutdown(self) -> None:
+        """Return once the daemon has promised to end, and a machine with it, its disk synced."""
+        await self.call("sys.shutdown", {}, dict[str, Any])
+
     async def prepare_checkpoint(self) -> None:
         """Return once the daemon has closed its sockets, this connection among them, and listens no more.
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -150,9 +150,12 @@ class _Stream:
 class Connection:
     """The protocol's state machine. ``role`` is this side's; ``key`` the sandbox's 32 bytes."""
 
-    def __init__(self, role: Role, key: bytes, *, nonce: bytes | None = None) -> None:
+    def __init__(
+        self, role: Role, key: bytes, *, nonce: bytes | None = None, clock: Callable[[], int] | None = None
+    ) -> None:
         self.role: Role = role
         self._key = key
+        self._clock = clock
         self._nonce = nonce if nonce is not None else os.urandom(NONCE_SIZE)
         self._decoder = FrameDecoder()
         self._decoder.limit = MAX_HELLO
@@ -312,7 +315,8 @@ class Connection:
                 raise ProtocolError(f"the daemon chose generation {generation}", "generation")
             self._seal(generation, self._nonce, nonce)
             self._check_proof(fields, "daemon")
-            self._send_map(Kind.HELLO, 0, {"proof": self._proof("client")})
+            time = {} if self._clock is None else {"clock_ns": self._clock()}
+            self._send_map(Kind.HELLO, 0, {"proof": self._proof("client"), **time})
             return self._open_up()
         if not self._transcript:
             newest, nonce = _generation(fields), _nonce(fields)

@@ -87,6 +87,7 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         stdin: stdin.as_raw_fd(),
         stdout: stdout.as_raw_fd(),
         stderr: stderr.as_raw_fd(),
+        group: daemon.machine.as_ref().map_or(-1, |machine| machine.group.descriptor()),
         announce: request.name.is_some(),
     };
     let kills = request.name.as_ref().and_then(|_| daemon.kills.count());

@@ -27,7 +27,10 @@ impl Connection {
             let Some(proof) = proof.filter(|proof| proof.len() == 32) else {
                 return wrong("HELLO without a proof of 32 bytes");
             };
-            return self.verified("client", &proof);
+            let clock = map.uint("clock_ns");
+            let step = self.verified("client", &proof)?;
+            self.clock_ns = clock;
+            return Ok(step);
         }
         let (Some(generation), Some(nonce)) = (map.uint("generation"), map.bin("nonce")) else {
             return wrong("HELLO without generation and nonce");

@@ -1,0 +1,285 @@
+//! From the kernel's first process in an initramfs to a sandbox's root with everything mounted.
+//!
+//! The initramfs holds this program as `/init` and the kernel's modules below `/modules`, named in load order by
+//! `/modules/order`. Drives are known by their serial: `root` is the image, read-only; `workspace` an ext4, of which the
+//! sandbox gets one directory; `config` what [`super::identity`] reads. What only the daemon needs (the config drive, the
+//! port, the files under `/etc` that change with the machine) is opened here and has no name that a command could reach:
+//! it stays behind in the initramfs when the root is switched. A step that fails ends the machine with its reason on the
+//! console; nothing is served from half a sandbox.
+
+use super::identity::Identity;
+use rustix::fs::{CWD, FileType, Gid, Mode, OFlags, Uid, chown, makedev, mknodat, symlink};
+use rustix::io::Errno;
+use rustix::mount::{MountFlags, mount, mount_bind, mount_move};
+use rustix::process::{Resource, Rlimit, chdir, chroot, setrlimit};
+use std::ffi::{CStr, CString};
+use std::fs::{File, OpenOptions, create_dir_all, read_dir, read_to_string, remove_file, write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// What other backends' commands have.
+const NOFILE: u64 = 20_000;
+/// Drives are there once their driver is; the machine may be a slow one.
+const DRIVES_TIME: Duration = Duration::from_secs(20);
+const LOOK: Duration = Duration::from_millis(2);
+const MIB: u64 = 1 << 20;
+const MAX_SHM: u64 = 64 * MIB;
+const PORT_NAME: &str = "sandboxd";
+const NEW: &str = "/newroot";
+const ASIDE: &str = "/aside";
+/// What the machine's files under /etc are in the initramfs.
+const FILES: [&str; 3] = ["hostname", "hosts", "machine-id"];
+
+const QUIET: MountFlags = MountFlags::from_bits_retain(
+    MountFlags::NOSUID.bits() | MountFlags::NODEV.bits() | MountFlags::NOEXEC.bits(),
+);
+const DATA: MountFlags = MountFlags::from_bits_retain(MountFlags::NOSUID.bits() | MountFlags::NODEV.bits());
+
+/// What the daemon keeps of the boot.
+pub struct Booted {
+    pub identity: Identity,
+    pub config_drive: OwnedFd,
+    pub port: OwnedFd,
+    pub hostname: File,
+    pub hosts: File,
+    pub machine_id: File,
+}
+
+/// Give the workspace to the sandbox user.
+pub fn own_workspace(path: &str, uid: u32, gid: u32) -> Result<(), String> {
+    chown(path, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
+        .map_err(|errno| format!("cannot give {path} to its user: {errno}"))
+}
+
+/// Change the size of `/tmp`. Where more is in it already, it stays as it is until that is gone.
+pub fn resize_tmp(bytes: u64) -> Result<(), String> {
+    let data = text(&format!("mode=1777,size={bytes}"))?;
+    match rustix::mount::mount_remount("/tmp", DATA, data) {
+        Ok(()) | Err(Errno::INVAL) => Ok(()),
+        Err(errno) => Err(format!("cannot resize /tmp: {errno}")),
+    }
+}
+
+/// Do everything, the switch of the root included.
+pub fn boot() -> Result<Booted, String> {
+    for (place, kind) in [("/dev", "devtmpfs"), ("/sys", "sysfs")] {
+        create_dir_all(place).map_err(|error| format!("{place}: {error}"))?;
+        attach(kind, place, kind, MountFlags::NOSUID, c"")?;
+    }
+    load_modules()?;
+    let config_drive = open_drive(&drive("config")?)?;
+    let identity = Identity::read(&config_drive)?;
+    let port = open_port()?;
+    mount_root(&identity)?;
+    mount_workspace()?;
+    mount_devices(&identity)?;
+    let files = FILES.map(file);
+    let [hostname, hosts, machine_id] = files;
+    let booted =
+        Booted { config_drive, port, hostname: hostname?, hosts: hosts?, machine_id: machine_id?, identity };
+    switch_root()?;
+    let failed = |what: &str, errno: Errno| format!("{what}: {errno}");
+    for resource in [Resource::Nofile, Resource::Nproc] {
+        let most = (resource == Resource::Nofile).then_some(NOFILE);
+        setrlimit(resource, Rlimit { current: most, maximum: most })
+            .map_err(|errno| failed("limits", errno))?;
+    }
+    set_kernel(&booted.identity)?;
+    raise_loopback().map_err(|errno| failed("the loopback interface", errno))?;
+    Ok(booted)
+}
+
+fn text(value: &str) -> Result<CString, String> {
+    CString::new(value).map_err(|_| format!("{value:?} has a NUL in it"))
+}
+
+fn attach(source: &str, place: &str, kind: &str, flags: MountFlags, data: &CStr) -> Result<(), String> {
+    mount(source, place, kind, flags, Some(data))
+        .map_err(|errno| format!("cannot mount {kind} on {place}: {errno}"))
+}
+
+fn load_modules() -> Result<(), String> {
+    let order = read_to_string("/modules/order").map_err(|error| format!("/modules/order: {error}"))?;
+    for name in order.lines().filter(|name| !name.is_empty()) {
+        let path = format!("/modules/{name}");
+        let file = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|errno| format!("{path}: {errno}"))?;
+        match rustix::system::finit_module(&file, c"", 0) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(errno) => return Err(format!("cannot load {path}: {errno}")),
+        }
+        // The initramfs is memory.
+        let _ = remove_file(&path);
+    }
+    Ok(())
+}
+
+/// The device node of the drive with a serial.
+fn drive(serial: &str) -> Result<String, String> {
+    let end = Instant::now() + DRIVES_TIME;
+    loop {
+        for entry in read_dir("/sys/block").into_iter().flatten().flatten() {
+            let said = read_to_string(entry.path().join("serial")).unwrap_or_default();
+            if said.trim_end_matches(['\0', '\n', ' ']) == serial
+                && let Ok(name) = entry.file_name().into_string()
+            {
+                return Ok(format!("/dev/{name}"));
+            }
+        }
+        if Instant::now() > end {
+            return Err(format!("there is no drive with the serial {serial}"));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+fn open_drive(path: &str) -> Result<OwnedFd, String> {
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| format!("{path}: {errno}"))
+}
+
+fn open_port() -> Result<OwnedFd, String> {
+    let end = Instant::now() + DRIVES_TIME;
+    loop {
+        for entry in read_dir("/sys/class/virtio-ports").into_iter().flatten().flatten() {
+            let said = read_to_string(entry.path().join("name")).unwrap_or_default();
+            if said.trim_end() == PORT_NAME
+                && let Ok(name) = entry.file_name().into_string()
+            {
+                let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+                return rustix::fs::open(format!("/dev/{name}"), flags, Mode::empty())
+                    .map_err(|errno| format!("/dev/{name}: {errno}"));
+            }
+        }
+        if Instant::now() > end {
+            return Err(format!("there is no port named {PORT_NAME}"));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+fn mount_root(identity: &Identity) -> Result<(), String> {
+    create_dir_all(NEW).map_err(|error| format!("{NEW}: {error}"))?;
+    let root = drive("root")?;
+    attach(&root, NEW, "erofs", DATA | MountFlags::RDONLY, c"")?;
+    attach("proc", &format!("{NEW}/proc"), "proc", QUIET, c"hidepid=2,gid=0")?;
+    attach("sysfs", &format!("{NEW}/sys"), "sysfs", QUIET | MountFlags::RDONLY, c"")?;
+    attach("cgroup2", &format!("{NEW}/sys/fs/cgroup"), "cgroup2", QUIET, c"")?;
+    attach("tmpfs", &format!("{NEW}/run"), "tmpfs", QUIET, c"mode=0755,size=1m")?;
+    let data = text(&format!("mode=1777,size={}", identity.tmp_bytes))?;
+    attach("tmpfs", &format!("{NEW}/tmp"), "tmpfs", DATA, &data)
+}
+
+/// The sandbox's part of the drive is a directory, beside what mkfs and the journal put next to it.
+fn mount_workspace() -> Result<(), String> {
+    create_dir_all(ASIDE).map_err(|error| format!("{ASIDE}: {error}"))?;
+    let workspace = drive("workspace")?;
+    attach(&workspace, ASIDE, "ext4", DATA | MountFlags::NOATIME, c"noinit_itable")?;
+    let directory = format!("{ASIDE}/workspace");
+    match std::fs::create_dir(&directory) {
+        Ok(()) => std::fs::set_permissions(&directory, PermissionsExt::from_mode(0o755))
+            .map_err(|error| format!("{directory}: {error}"))?,
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(format!("{directory}: {error}")),
+    }
+    mount_bind(&directory, format!("{NEW}/workspace"))
+        .map_err(|errno| format!("cannot mount /workspace: {errno}"))
+}
+
+/// The few devices of a container, and none of the machine's.
+fn mount_devices(identity: &Identity) -> Result<(), String> {
+    let dev = format!("{NEW}/dev");
+    attach("tmpfs", &dev, "tmpfs", MountFlags::NOSUID | MountFlags::NOEXEC, c"mode=0755,size=1m")?;
+    let failed = |name: &str, errno: Errno| format!("/dev/{name}: {errno}");
+    for (name, major, minor) in
+        [("null", 1, 3), ("zero", 1, 5), ("full", 1, 7), ("random", 1, 8), ("urandom", 1, 9), ("tty", 5, 0)]
+    {
+        let path = format!("{dev}/{name}");
+        let mode = Mode::from_raw_mode(0o666);
+        mknodat(CWD, &path, FileType::CharacterDevice, mode, makedev(major, minor))
+            .map_err(|errno| failed(name, errno))?;
+        rustix::fs::chmod(&path, mode).map_err(|errno| failed(name, errno))?;
+    }
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+        ("ptmx", "pts/ptmx"),
+    ] {
+        symlink(target, format!("{dev}/{name}")).map_err(|errno| failed(name, errno))?;
+    }
+    for name in ["pts", "shm"] {
+        create_dir_all(format!("{dev}/{name}")).map_err(|error| format!("/dev/{name}: {error}"))?;
+    }
+    let quiet = MountFlags::NOSUID | MountFlags::NOEXEC;
+    attach("devpts", &format!("{dev}/pts"), "devpts", quiet, c"newinstance,ptmxmode=0666,mode=0620")?;
+    let shm = identity.memory_bytes.map_or(MAX_SHM, |memory| (memory / 2).min(MAX_SHM));
+    attach("tmpfs", &format!("{dev}/shm"), "tmpfs", QUIET, &text(&format!("mode=1777,size={shm}"))?)
+}
+
+/// A file under /etc whose words change with the machine. An image without it goes without.
+fn file(name: &str) -> Result<File, String> {
+    let failed = |error: &dyn std::fmt::Display| format!("/etc/{name}: {error}");
+    create_dir_all("/etc").map_err(|error| failed(&error))?;
+    let own = format!("/etc/{name}");
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o644)
+        .open(&own)
+        .map_err(|error| failed(&error))?;
+    let shown = format!("{NEW}/etc/{name}");
+    // Not through a link, which would lead out of the new root.
+    if std::fs::symlink_metadata(&shown).is_ok_and(|seen| seen.is_file()) {
+        mount_bind(&own, &shown).map_err(|errno| failed(&errno))?;
+    }
+    Ok(file)
+}
+
+fn switch_root() -> Result<(), String> {
+    let _ = remove_file("/init");
+    let failed = |errno: Errno| format!("cannot switch the root: {errno}");
+    chdir(NEW).map_err(failed)?;
+    mount_move(".", "/").map_err(failed)?;
+    chroot(".").map_err(failed)?;
+    chdir("/").map_err(failed)
+}
+
+/// The same as on other backends, and no user namespaces at all.
+fn set_kernel(identity: &Identity) -> Result<(), String> {
+    let gid = identity.config.gid;
+    for (name, value) in [
+        ("user/max_user_namespaces", "0".to_string()),
+        ("net/ipv4/ip_unprivileged_port_start", "0".to_string()),
+        ("net/ipv4/ping_group_range", format!("{gid} {gid}")),
+        ("kernel/dmesg_restrict", "1".to_string()),
+    ] {
+        let path = Path::new("/proc/sys").join(name);
+        write(&path, value).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
+    // Inherited by supervisors, which the kernel then spares; a command raises its own.
+    write("/proc/self/oom_score_adj", "-1000").map_err(|error| format!("oom_score_adj: {error}"))
+}
+
+fn raise_loopback() -> Result<(), Errno> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+    use std::os::fd::AsRawFd;
+    let socket = socket_with(AddressFamily::INET, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    // SAFETY: zeros are a valid structure; the kernel reads its name and flags.
+    let done = unsafe {
+        let mut request: libc::ifreq = std::mem::zeroed();
+        request.ifr_name[0] = b'l' as libc::c_char;
+        request.ifr_name[1] = b'o' as libc::c_char;
+        request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+        libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request)
+    };
+    if done < 0 {
+        Err(Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)))
+    } else {
+        Ok(())
+    }
+}
