@@ -31,7 +31,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    InvalidRequestError,
+    LimitExceededError,
+    NotFoundError,
+)
 from agent_sandbox.images.digest import fail
 from agent_sandbox.images.machine import erofs, files
 from agent_sandbox.images.room import Room
@@ -116,16 +122,22 @@ class Roots:
 
             _log.info("image %s: making its root file system for microVMs", key)
             with files.aside(self._directory) as new:
-                erofs.make(new, image.rootfs, image.binds, key, tick)
+                try:
+                    erofs.make(new, image.rootfs, image.binds, key, tick)
+                except InvalidRequestError:
+                    _require(image)
+                    raise
                 if not digest and key != f"host-{_fingerprint(image)}":
                     raise ConflictError("this host's programs changed while their image was made; try again")
                 new.chmod(0o644)
                 files.sync(new)
                 new.replace(path)
             files.sync(self._directory)
-            if not image.rootfs.is_dir():
+            try:
+                _require(image)
+            except NotFoundError:
                 path.unlink(missing_ok=True)
-                raise NotFoundError("the image was removed while its root file system was made")
+                raise
             size = path.stat().st_size
             _log.info("image %s: made, %d MiB in %.0f s", key, size >> 20, time.monotonic() - started)
             if not digest:
@@ -157,6 +169,12 @@ class _Told:
         if time.monotonic() - self._logged > _LOG_SECONDS:
             self._logged = time.monotonic()
             _log.info("image %s: " + text, self._key, *values)
+
+
+def _require(image: ImageRoot) -> None:
+    """Raise :class:`NotFoundError` when the image has been removed, which takes its content away first."""
+    if not image.rootfs.is_dir():
+        raise NotFoundError("the image was removed while its root file system was made")
 
 
 def _marks(image: ImageRoot) -> list[tuple[str, int]]:
