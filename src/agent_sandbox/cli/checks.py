@@ -44,6 +44,14 @@ class Probe:
     workspaces: str = "auto"
     systemd: Literal["absent", "running", "running with our unit"] = "absent"
     kvm: Literal["absent", "no access", "usable"] = "absent"
+    kvm_problem: str = ""
+    accelerated: bool = False
+    qemu: str = ""
+    qemu_problem: str = ""
+    machine_kernel: str = ""
+    machine_kernel_problem: str = ""
+    microvms_wanted: bool = False
+    allow_tcg: bool = False
     docker: str = ""
     docker_problem: str = ""
     docker_wanted: bool = False
@@ -211,12 +219,54 @@ def systemd(probe: Probe) -> Finding:
     return Finding("systemd", "ok", f"running, {ours}")
 
 
+def qemu(probe: Probe) -> Finding:
+    """Runs microVMs, which nobody needs who does not ask for them."""
+    if probe.qemu:
+        return Finding("qemu", "ok", probe.qemu + _unused(probe))
+    problem, _, remedy = probe.qemu_problem.partition("; ")
+    return _for_microvms(probe, "qemu", problem or "not found", remedy or "apt-get install qemu-system-x86")
+
+
 def kvm(probe: Probe) -> Finding:
-    """Not used yet: told for what comes."""
-    if probe.kvm == "usable":
-        return Finding("kvm", "ok", "/dev/kvm opens; not used yet")
-    remedy = "not needed yet: microVMs will need a machine with virtualization switched on"
-    return Finding("kvm", "warn", f"/dev/kvm: {probe.kvm}", remedy)
+    """Without it microVMs are emulated."""
+    if probe.accelerated:
+        return Finding("kvm", "ok", "/dev/kvm runs machines" + _unused(probe))
+    if probe.kvm == "usable" and not probe.qemu:
+        return Finding("kvm", "ok", "/dev/kvm opens; only QEMU could try it")
+    problem = probe.kvm_problem or f"/dev/kvm: {probe.kvm}"
+    remedy = (
+        "use a machine with virtualization switched on (a virtual one: nested), and load kvm_intel or kvm_amd; "
+        "AGENT_SANDBOX_ALLOW_TCG=true lets microVMs be emulated, which is slow and no security boundary"
+    )
+    if probe.allow_tcg and probe.microvms_wanted:
+        return Finding("kvm", "warn", f"microVMs are emulated: {problem}", remedy)
+    return _for_microvms(probe, "kvm", problem, remedy)
+
+
+def erofs_utils(probe: Probe) -> Finding:
+    """Makes the root filesystems of microVMs."""
+    found = probe.tools.get("mkfs.erofs", "")
+    if found:
+        return Finding("erofs-utils", "ok", found + _unused(probe))
+    return _for_microvms(probe, "erofs-utils", "no mkfs.erofs", "apt-get install erofs-utils")
+
+
+def machine_kernel(probe: Probe) -> Finding:
+    """What microVMs boot."""
+    if probe.machine_kernel:
+        return Finding("microVM kernel", "ok", probe.machine_kernel + _unused(probe))
+    problem, _, remedy = probe.machine_kernel_problem.partition("; run: ")
+    return _for_microvms(probe, "microVM kernel", problem or "none prepared", remedy or "agent-sandbox image kernel")
+
+
+def _unused(probe: Probe) -> str:
+    return "" if probe.microvms_wanted else "; qemu is not in AGENT_SANDBOX_BACKENDS"
+
+
+def _for_microvms(probe: Probe, check: str, problem: str, remedy: str) -> Finding:
+    if probe.microvms_wanted:
+        return Finding(check, "fail", problem, remedy)
+    return Finding(check, "ok", f"{problem}; only microVMs need it")
 
 
 def docker(probe: Probe) -> Finding:
@@ -289,7 +339,10 @@ CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     idmapped_mounts,
     image_tools,
     systemd,
+    qemu,
     kvm,
+    machine_kernel,
+    erofs_utils,
     docker,
 )
 

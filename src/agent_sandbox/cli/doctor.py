@@ -51,6 +51,7 @@ def gather(settings: Settings) -> checks.Probe:
     v1, v2 = _cgroups()
     sandboxd, problem = _sandboxd(settings)
     docker, docker_problem = _docker(settings)
+    machines = _microvms(settings)
     data_dir = settings.data_dir
     try:
         found: os.stat_result | None = data_dir.stat()
@@ -71,6 +72,7 @@ def gather(settings: Settings) -> checks.Probe:
             "mke2fs": _tool("mke2fs", "-V"),
             "skopeo": _tool("skopeo", "--version"),
             "umoci": _tool("umoci", "--version"),
+            "mkfs.erofs": _tool("mkfs.erofs", "-V"),
         },
         max_user_namespaces=_number("/proc/sys/user/max_user_namespaces"),
         idmap_problem=_idmap_problem(data_dir),
@@ -78,6 +80,14 @@ def gather(settings: Settings) -> checks.Probe:
         workspaces=settings.workspaces,
         systemd=_systemd(),
         kvm=_kvm(),
+        kvm_problem=machines.kvm_problem,
+        accelerated=machines.accelerated,
+        qemu=machines.qemu,
+        qemu_problem=machines.qemu_problem,
+        machine_kernel=machines.kernel,
+        machine_kernel_problem=machines.kernel_problem,
+        microvms_wanted="qemu" in settings.backends,
+        allow_tcg=settings.allow_tcg,
         docker=docker,
         docker_problem=docker_problem,
         docker_wanted="docker" in settings.backends,
@@ -141,6 +151,45 @@ def _tool(name: str, flag: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return next(iter((done.stdout or done.stderr).splitlines()), "")
+
+
+@dataclasses.dataclass
+class _MicroVms:
+    """What was found of what microVMs need; of each fact and its problem one is empty."""
+
+    qemu: str = ""
+    qemu_problem: str = ""
+    accelerated: bool = False
+    kvm_problem: str = ""
+    kernel: str = ""
+    kernel_problem: str = ""
+
+
+def _microvms(settings: Settings) -> _MicroVms:
+    found = _MicroVms()
+    if platform.system() != "Linux":
+        return found
+    from agent_sandbox.backends.microvm.qemu import QemuMonitor
+    from agent_sandbox.images.machine import MachineImages
+
+    async def look() -> None:
+        monitor = QemuMonitor(settings.qemu)
+        try:
+            facts = await monitor.find()
+        finally:
+            await monitor.close()
+        found.qemu = f"QEMU {facts.version.partition(',')[0]}"
+        found.accelerated, found.kvm_problem = facts.accelerated, facts.why
+
+    try:
+        asyncio.run(look())
+    except SandboxError as error:
+        found.qemu_problem = error.message
+    try:
+        found.kernel = MachineImages(settings.machine_directory()).describe_kernel()
+    except SandboxError as error:
+        found.kernel_problem = error.message
+    return found
 
 
 def _docker(settings: Settings) -> tuple[str, str]:

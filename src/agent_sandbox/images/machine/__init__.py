@@ -42,6 +42,10 @@ class MachineImages:
         """
         return self._kernels.find(sandboxd)
 
+    def describe_kernel(self) -> str:
+        """The kernel that new machines boot, in words; looks and writes nothing. Errors as of :meth:`kernel`."""
+        return self._kernels.describe()
+
     def prepare_kernel(
         self, kernel: Path | None = None, modules: Path | None = None, progress: Progress = _silent
     ) -> Prepared:

@@ -95,15 +95,17 @@ class Kernels:
         initramfs = home / f"initramfs-{daemon}.cpio"
         names = tuple(facts["modules"])
         try:
-            for name, size in facts["sizes"].items():
-                if (home / name).stat().st_size != size:
-                    raise _damaged(home)
             if not initramfs.is_file():
                 self._pack(home, names, sandboxd, initramfs)
         except OSError as error:
             raise _damaged(home) from error
         kernel = home / "vmlinuz"
         return Kernel(kernel, initramfs, facts["kernel"], f"{home.name}-{daemon}", names, facts["source"])
+
+    def describe(self) -> str:
+        """The current kernel's version and source. Errors as of :meth:`find`."""
+        _, facts = self._current()
+        return f"{facts['kernel']} from {facts['source']}"
 
     def sweep(self) -> None:
         """Clear what killed builders left."""
@@ -114,6 +116,8 @@ class Kernels:
             name = (self._directory / "current").read_text().strip()
         except FileNotFoundError:
             raise BackendError(f"no kernel for microVMs is prepared; run: {COMMAND}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise BackendError(f"{self._directory} cannot be read; run: sudo {COMMAND}") from error
         home = self._directory / name
         if "/" in name or not name or name.startswith("."):
             raise _damaged(self._directory)
@@ -122,6 +126,9 @@ class Kernels:
                 facts = json.loads(file.read(_JSON_BYTES))
             if facts["version"] != _VERSION:
                 raise BackendError(f"the kernel in {home} is of another version of agent-sandbox; run: {COMMAND}")
+            for file, size in facts["sizes"].items():
+                if (home / file).stat().st_size != size:
+                    raise _damaged(home)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(home) from error
         return home, facts
