@@ -237,7 +237,7 @@ async def test_what_was_kept_for_an_unreadable_record_goes_with_it(server: Serve
     sandbox = await server.manager.create(CreateOptions())
     snapshot = await server.manager.snapshot(sandbox.id)
     await server.manager.rollback(sandbox.id, snapshot.id)
-    assert len(await server.manager.list_snapshots(auto=True)) == 2
+    assert len(await server.manager.list_snapshots(sandbox.id, auto=True)) == 2
     await server.manager.settle()
     await server.crash()
     edit(server, "UPDATE sandboxes SET record = '{}' WHERE id = ?", sandbox.id)
@@ -428,7 +428,7 @@ async def test_what_was_kept_for_a_sandbox_that_is_gone_goes_when_its_backend_co
     sandbox = await manager.create(CreateOptions(backend="second"))
     snapshot = await manager.snapshot(sandbox.id)
     await manager.rollback(sandbox.id, snapshot.id)
-    assert len(await manager.list_snapshots(auto=True)) == 2
+    assert len(await manager.list_snapshots(sandbox.id, auto=True)) == 2
     await manager.settle()
     await manager.close()
     for id in await second.list_ids():

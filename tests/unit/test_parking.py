@@ -75,11 +75,26 @@ async def test_a_rollback_waits_for_nothing_of_it(server: Server) -> None:
     await server.manager.rollback(sandbox.id, snapshot.id)
     await arrived.wait()
     assert await read(server, sandbox) == b"before"
+    assert await server.manager.list_snapshots(auto=True) == [snapshot]  # who asks for no sandbox's waits for none
     listing = asyncio.create_task(automatic(server, sandbox))
     await asyncio.sleep(0.05)
     assert not listing.done()
     server.wire.free("export_workspace")
     assert len(await listing) == 1
+
+
+async def test_a_list_waits_for_no_other_sandbox(server: Server) -> None:
+    sandbox, snapshot = await changed(server)
+    other, its = await changed(server)
+    arrived = server.wire.hold("export_workspace", sandbox.env_id)
+    await server.manager.rollback(sandbox.id, snapshot.id)
+    await arrived.wait()
+    await server.manager.rollback(other.id, its.id)
+    assert len(await automatic(server, other)) == 1
+    found = await server.manager.list_snapshots(auto=True)
+    assert [snapshot.sandbox_id for snapshot in found if snapshot.auto] == [other.id]
+    server.wire.free("export_workspace")
+    assert len(await automatic(server, sandbox)) == 1
 
 
 async def test_another_rollback_takes_its_place(server: Server) -> None:

@@ -313,13 +313,12 @@ class Manager(Commands, Files, Projects):
     async def list_snapshots(self, sandbox_id: str | None = None, *, auto: bool = False) -> list[SnapshotRecord]:
         """Give the snapshots by ``created_at``: all, or those of one sandbox, which need not live any more.
 
-        ``auto``: those too that rollbacks made of what they replaced; it waits for those that are being made.
+        ``auto``: those too that rollbacks made of what they replaced. With a sandbox it waits for one that is being
+        made; the list of all waits for none, as a sandbox decides how long reading its workspace takes.
         """
         with self._active():
-            if auto:
-                entries = self._fleet.entries.values()
-                waiting = [entry for entry in entries if sandbox_id in (None, entry.record.id)]
-                await asyncio.gather(*(self._fleet.parking.settled(entry) for entry in waiting))
+            if auto and (entry := self._fleet.entries.get(sandbox_id or "")) is not None:
+                await self._fleet.parking.settled(entry)
             found = await self._fleet.state.list_snapshots(sandbox_id)
             return found if auto else [snapshot for snapshot in found if not snapshot.auto]
 
