@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.errors import BackendError, LimitExceededError, NotFoundError
 from agent_sandbox.manager import CreateOptions, ForkOptions
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from tests.unit.manager_harness import Server, kept_states, serving
@@ -294,3 +294,31 @@ async def test_a_merge_does_not_park_again_what_was_let_go_meanwhile(
     assert (await merging).outcome == "merged"
     await server.manager.destroy(fork.id)
     await is_tidy(server, sandbox)
+
+
+async def test_a_merge_that_fails_removes_what_it_can_and_says_why_it_failed(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandbox, snapshot = await changed(server)
+    fork = await server.manager.fork(snapshot.id, ForkOptions())
+    await server.manager.write_file(fork.id, "g", b"theirs", 0o644)
+    theirs = await server.manager.snapshot(fork.id)
+    state = server.manager._fleet.state
+    delete, refused = state.delete_snapshot, list[str]()
+
+    async def full_once(id: str) -> None:
+        if not refused:
+            refused.append(id)
+            raise LimitExceededError("the server's disk is full")
+        await delete(id)
+
+    monkeypatch.setattr(state, "delete_snapshot", full_once)
+    server.fake.failures["create"] = [BackendError("no room for another")]
+    with pytest.raises(BackendError, match="no room for another"):
+        await server.manager.merge(sandbox.id, theirs.id)
+    left = {found.id for found in await server.manager.list_snapshots()} - {snapshot.id, theirs.id}
+    assert left == set(refused), "the other one is gone"
+    assert f"snapshot {refused[0]} of a merge that failed stays" in caplog.text
+    await server.manager.delete_snapshot(refused[0])
+    assert kept_states(server.settings) == {snapshot.id, theirs.id, fork.env_id}
+    assert await server.fake.list_ids() == sorted([sandbox.env_id, fork.env_id])

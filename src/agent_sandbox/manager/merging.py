@@ -9,13 +9,14 @@ a backend cannot hold them, what they write after their workspace was read ends 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, PayloadTooLargeError
+from agent_sandbox.errors import BackendError, PayloadTooLargeError, SandboxError
 from agent_sandbox.manager.core import new_id
 from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.keeping import keeping
@@ -24,6 +25,8 @@ from agent_sandbox.manager.references import References
 from agent_sandbox.manager.tasks import uninterrupted
 from agent_sandbox.manager.workspaces import Aside
 from agent_sandbox.store import Conflict, Conflicts, HeadMoved, UpToDate
+
+log = logging.getLogger(__name__)
 
 MAX_CONFLICTS = 1_000
 """Conflicts that are listed; all are counted."""
@@ -102,8 +105,7 @@ class Merging(References):
                     await self._swap(entry, after, still.aclose)
                 except BaseException:
                     if entry.record.source_snapshot_id != after.id:
-                        for record in (before, after):
-                            await uninterrupted(self._unkeep(record))
+                        await uninterrupted(self._unkeep_both(before, after))
                     raise
             return Merge("merged", entry.record, before.id, after.id)
 
@@ -122,6 +124,14 @@ class Merging(References):
             skipped_total=ours.taken.skipped_total,
             commit=ours.taken.commit,
         )
+
+    async def _unkeep_both(self, *snapshots: SnapshotRecord) -> None:
+        """Remove what a merge that failed had kept; whatever cannot go is told, and the caller of the merge why."""
+        for snapshot in snapshots:
+            try:
+                await self._unkeep(snapshot)
+            except SandboxError as error:
+                log.warning("snapshot %s of a merge that failed stays: %s", snapshot.id, error)
 
     async def _swap(self, entry: Entry, snapshot: SnapshotRecord, ready: Callable[[], Awaitable[None]]) -> None:
         raise NotImplementedError
