@@ -20,7 +20,7 @@ from agent_sandbox.errors import (
     SandboxError,
     ValidationError,
 )
-from agent_sandbox.manager import projects
+from agent_sandbox.manager import keeping, projects
 from agent_sandbox.manager.workspaces import PROJECT
 from tests.unit.client_pair import open_client
 from tests.unit.server_harness import KEY, Running, running, settings_for
@@ -52,6 +52,18 @@ TREE = archive(
 
 def names(client: SandboxClient) -> list[str]:
     return [project.name for project in client.list_projects()]
+
+
+def test_names_take_no_more_memory_than_those_of_a_workspace(
+    client: SandboxClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tar = archive(*(member(f"{number}-{'n' * 200}") for number in range(300)))
+    monkeypatch.setattr(projects, "MAX_NAMES_BYTES", 100_000)
+    with pytest.raises(PayloadTooLargeError, match="names"):
+        client.create_project("many", io.BytesIO(tar))
+    monkeypatch.undo()
+    assert keeping.MAX_NAMES_BYTES == 512 << 20
+    client.create_project("many", io.BytesIO(tar))
 
 
 def test_a_project_is_made_of_a_tar_and_sandboxes_start_from_it(client: SandboxClient) -> None:

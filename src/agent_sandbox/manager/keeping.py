@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _SLACK = 256 << 20
 """Bytes of an archive beyond twice its files' limit: an honest one needs some 2.5 KiB for each entry beside its data, a
 daemon that was taken over could send headers for ever."""
-_NAMES = 512 << 20
+MAX_NAMES_BYTES = 512 << 20
 """Bytes of memory for the names of one archive, which are some 1,250,000: more than that slack has room for."""
 
 
@@ -141,7 +141,7 @@ class Streamed(Keeping):
             pipe.end()
 
         def read(store: Store, branch: str, progress: Progress, _: bytes | None) -> Outcome:
-            limits = Limits(bytes=2 * limit + _SLACK, memory=_NAMES)
+            limits = Limits(bytes=2 * limit + _SLACK, memory=MAX_NAMES_BYTES)
             try:
                 kept = store.import_tar(branch, pipe.reader(progress), limits=limits, progress=progress)
             except InvalidRequestError as error:  # nobody asked for this archive: the sandbox made it

@@ -4,8 +4,9 @@ A layer is never changed and goes with its project alone. What sandboxes began w
 is in use can be deleted: they live on. ``sandboxes`` is the server's own and not listed.
 
 An archive that becomes a project is read as it comes, into loose objects; one transaction makes the project of them
-when it was whole. Its limits: MAX_SNAPSHOT_BYTES of files, an hour, and what the store allows any archive
-(``store/tarinput.py``). The number of projects is bounded, because a list gives all of them.
+when it was whole. Its limits: MAX_SNAPSHOT_BYTES of files, an hour, as much memory for names as a workspace's archive
+may take (``keeping.py``), and what the store allows any archive (``store/tarinput.py``). The number of projects is
+bounded, because a list gives all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 
 from agent_sandbox.errors import ConflictError, InvalidRequestError, LimitExceededError, NotFoundError
 from agent_sandbox.manager.history import require_commit
+from agent_sandbox.manager.keeping import MAX_NAMES_BYTES
 from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.records import SnapshotRecord
 from agent_sandbox.manager.references import SANDBOX_ID, check_project, newest
@@ -74,7 +76,7 @@ class Projects(Merging):
         :class:`LimitExceededError` above 1,000 projects and on a full disk. Nothing is made then.
         """
         check_project(name)
-        limits = Limits(bytes=self._settings.max_snapshot_bytes + _ARCHIVE_SLACK)
+        limits = Limits(bytes=self._settings.max_snapshot_bytes + _ARCHIVE_SLACK, memory=MAX_NAMES_BYTES)
         with self._active():
             await self._fleet.make_room()
             await self._fleet.workspaces.ask(lambda store: _check_free(store, name))
