@@ -23,9 +23,13 @@ pub fn info(daemon: &Daemon) -> Vec<u8> {
 }
 
 pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
-    let own = 1 + daemon.execs() as u64;
+    let processes = match &daemon.machine {
+        // Its kernel's threads are in `/proc` too.
+        Some(machine) => machine.group.processes()?,
+        None => processes()?.saturating_sub(1 + daemon.execs() as u64),
+    };
     Ok(MapWriter::new(4)
-        .uint("processes", processes()?.saturating_sub(own))
+        .uint("processes", processes)
         .uint("execs", daemon.objects.len() as u64)
         .uint("memory_bytes", resident()?)
         .uint("ring_bytes", daemon.objects.ring_bytes() as u64)

@@ -1,7 +1,7 @@
 """Write the golden bytes of the wire from first principles: struct, hmac and MessagePack by hand.
 
 It uses nothing of the project, so that an error in an implementation cannot hide in its own vectors. Run it in this
-folder; it rewrites ``frames.json``, ``hello.json`` and ``reject.json``, which are committed.
+folder; it rewrites ``frames.json``, ``hello.json``, ``reject.json`` and ``channel.json``, which are committed.
 """
 
 import hashlib
@@ -117,6 +117,8 @@ FRAMES = [
     ("note of a gap", "DATA", 13, b"\x04" + pack({"gap": 4294967296})),
     ("end of an attachment, still running", "END", 13, pack({"cursor": 5368709120})),
     ("end of an attachment, ended", "END", 13, pack({"exit": EXIT, "cursor": 5368709120})),
+    ("open freeze", "OPEN", 15, pack({"op": "sys.freeze", "args": {}})),
+    ("open thaw", "OPEN", 17, pack({"op": "sys.thaw", "args": {"clock_ns": 1700000000123456789}})),
     ("note of a start", "DATA", 1, b"\x04" + pack({"started": True, "pid": 17})),
     ("open list of commands", "OPEN", 15, pack({"op": "exec.list", "args": {}})),
     ("commands", "DATA", 15, b"\x01" + pack([STATUS, {"id": "0", "argv": [b"sh"], "pid": 7, "started_ms": 0, "running": True, "tty": False, "cursor": 0, "first": 0}])),
@@ -214,6 +216,26 @@ REJECT = [
 ]  # fmt: skip
 
 
+MAGIC = b"\xf5sandboxd-begin\n"
+CHANNEL = [
+    ("nothing of the magic", b"\x22" * 16, b"hello", b"hello"),
+    ("the whole magic", b"\x22" * 16, b"<" + MAGIC + b">", b"<" + MAGIC[:15] + b"\0\n>"),
+    ("the first 15 bytes alone", b"\x22" * 16, MAGIC[:15], MAGIC[:15] + b"\0"),
+    ("the first 15 bytes and another", b"\x22" * 16, MAGIC[:15] + b"\0", MAGIC[:15] + b"\0\0"),
+    ("the first 14 bytes", b"\x22" * 16, MAGIC[:14] + b"!" + MAGIC[:14], MAGIC[:14] + b"!" + MAGIC[:14]),
+    ("twice without a gap", b"\x22" * 16, MAGIC + MAGIC, MAGIC[:15] + b"\0\n" + MAGIC[:15] + b"\0\n"),
+    ("a beginning in its own midst", b"\x22" * 16, MAGIC[:5] + MAGIC, MAGIC[:5] + MAGIC[:15] + b"\0\n"),
+    ("a nonce like the magic", MAGIC, b"x", b"x"),
+    ("a nonce whose end is the magic's", b"\x22" + MAGIC[:15], b"\nx", b"\nx"),
+    ("a magic that the nonce begins", b"\x22" * 8 + MAGIC[:8], MAGIC[8:], MAGIC[8:15] + b"\0\n"),
+]  # fmt: skip
+
+
+def begin(nonce: bytes) -> bytes:
+    """A nonce has room for one completion of the first 15 bytes at most."""
+    return MAGIC + nonce.replace(MAGIC[:15], MAGIC[:15] + b"\0")
+
+
 def main() -> None:
     here = pathlib.Path(__file__).parent
     frames = [
@@ -236,12 +258,23 @@ def main() -> None:
             1, 0, pack({"generation": 1, "nonce": nonce_daemon, "proof": proofs["daemon"]})
         ).hex(),
         "client_hello2_hex": frame(1, 0, pack({"proof": proofs["client"]})).hex(),
+        "clock_ns": 1700000000123456789,
+        "client_hello2_with_clock_hex": frame(
+            1, 0, pack({"proof": proofs["client"], "clock_ns": 1700000000123456789})
+        ).hex(),
     }
     reject = [
         {"name": name, "role": role, "after_hello": after, "hex": data.hex(), "why": name}
         for name, role, after, data in REJECT
     ]
-    for name, value in (("frames", {"frames": frames}), ("hello", hello), ("reject", {"reject": reject})):
+    channel = [
+        {"name": name, "nonce_hex": nonce.hex(), "begin_hex": begin(nonce).hex(), "echo_hex": (MAGIC + nonce).hex(),
+         "bytes_hex": data.hex(), "sent_hex": sent.hex()}
+        for name, nonce, data, sent in CHANNEL
+    ]  # fmt: skip
+    files: dict[str, Any] = {"frames": {"frames": frames}, "hello": hello, "reject": {"reject": reject}}
+    files["channel"] = {"magic_hex": MAGIC.hex(), "channel": channel}
+    for name, value in files.items():
         (here / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
 
 

@@ -26,8 +26,8 @@ _STUFF = b"\0"
 class Channel:
     """One connection's beginning, and the client's bytes behind it."""
 
-    def __init__(self) -> None:
-        self._nonce = secrets.token_bytes(NONCE_SIZE)
+    def __init__(self, *, nonce: bytes | None = None) -> None:
+        self._nonce = secrets.token_bytes(NONCE_SIZE) if nonce is None else nonce
         self._echo = MAGIC + self._nonce
         self._noise = 0
         self._tail = b""

@@ -189,6 +189,27 @@ mod tests {
     }
 
     #[test]
+    fn vectors_channel() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../spec/vectors/wire/channel.json");
+        let vectors: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+        let part = |of: &serde_json::Value| {
+            let text = of.as_str().expect("hexadecimal digits");
+            let byte = |at| u8::from_str_radix(&text[at..at + 2], 16).unwrap();
+            (0..text.len()).step_by(2).map(byte).collect::<Vec<u8>>()
+        };
+        assert_eq!(part(&vectors["magic_hex"]), MAGIC);
+        for case in vectors["channel"].as_array().unwrap() {
+            let nonce: [u8; NONCE] = part(&case["nonce_hex"]).try_into().unwrap();
+            let stream = [part(&case["begin_hex"]), part(&case["sent_hex"])].concat();
+            for piece in [1, stream.len()] {
+                let found = connections(&stream, piece, 64);
+                assert_eq!(found, [(nonce, part(&case["bytes_hex"]))], "{}", case["name"]);
+            }
+            assert_eq!([&MAGIC[..], &nonce].concat(), part(&case["echo_hex"]));
+        }
+    }
+
+    #[test]
     fn a_closed_connection_is_over_until_the_next_begins() {
         let mut beginnings = Beginnings::new();
         let taken = beginnings.take(&beginning([4; NONCE]), &mut []);

@@ -48,6 +48,20 @@ impl Group {
         Ok(())
     }
 
+    /// How many processes the commands are.
+    pub fn processes(&self) -> Result<u64, Errno> {
+        let file = openat(&self.directory, "cgroup.procs", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+        let (mut bytes, mut count) = ([0; 4_096], 0);
+        loop {
+            match rustix::io::read(&file, &mut bytes[..]) {
+                Ok(0) => return Ok(count),
+                Ok(filled) => count += bytes[..filled].iter().filter(|&&byte| byte == b'\n').count() as u64,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+
     /// Kill every command at once.
     pub fn kill(&self) -> Result<(), Errno> {
         self.write("cgroup.kill", b"1")

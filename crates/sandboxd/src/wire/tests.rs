@@ -223,6 +223,11 @@ fn vectors_hello() {
     events(&mut client, &take(&mut daemon), 1);
     assert_eq!(*client.output(), part("client_hello2_hex"));
     assert_eq!(events(&mut daemon, &take(&mut client), 1), ["Ready"]);
+    assert_eq!(daemon.clock_ns(), None);
+    let mut daemon = Connection::daemon(fixed("key_hex"), fixed("nonce_daemon_hex"));
+    events(&mut daemon, &part("client_hello1_hex"), 1);
+    assert_eq!(events(&mut daemon, &part("client_hello2_with_clock_hex"), 1), ["Ready"]);
+    assert_eq!(daemon.clock_ns(), hello["clock_ns"].as_u64());
     let hello1 = part("daemon_hello_hex");
     assert_eq!(Map::parse(&hello1[HEADER..]).unwrap().bin("proof").unwrap(), part("proof_daemon_hex"));
     let hello2 = part("client_hello2_hex");
