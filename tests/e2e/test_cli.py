@@ -172,6 +172,14 @@ def test_results_as_json(local: Local) -> None:
     assert done.returncode == 3
     assert '"stdout": "out\\n"' in done.stdout
     assert '"exit_code": 3' in done.stdout
+    assert json.loads(done.stdout)["oom_killed"] is False
+
+
+def test_want_of_memory_is_told_as_json(local: Local) -> None:
+    done = local.run("run", "-m", "32", "--json", "--", "tail", "/dev/zero")
+    assert done.returncode == 137
+    told = json.loads(done.stdout)
+    assert (told["exit_code"], told["timed_out"], told["oom_killed"]) == (137, False, True)
 
 
 def test_a_sandbox_from_birth_to_death(local: Local, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import posixpath
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from agent_sandbox.types import WORKSPACE
 if TYPE_CHECKING:
     from agent_sandbox.cli.packing import Sent
     from agent_sandbox.cli.pulling import Pull
-    from agent_sandbox.client import Execution, Sandbox, Terminal
+    from agent_sandbox.client import ExecOutputEvent, Execution, Sandbox, Terminal
 
 TTL_SLACK_SECONDS = 60
 """A one-shot sandbox lives this much longer than its command may: time to create, report and destroy."""
@@ -213,11 +213,6 @@ def follow(
     """
     if tty:
         return _on_terminal(sandbox, command, env, workdir, timeout)
-    if as_json:
-        stdin = _standard_input() if interactive_ else None
-        result = sandbox.exec(command, env=env, workdir=workdir, timeout_seconds=timeout, stdin=stdin)
-        told(dataclasses.asdict(result))
-        return result.exit_code
     with signals.deferred():
         execution = sandbox.start_exec(
             command, env=env, workdir=workdir, timeout_seconds=timeout, stdin=interactive_, detach=False
@@ -225,9 +220,28 @@ def follow(
     with closing(execution.output()) as events:
         feeding = execution.feeding(_standard_input()) if interactive_ else nullcontext()
         with feeding:
-            code = output.follow(events, deadline_hint=True)
+            if as_json:
+                code, result = _result(events)
+            else:
+                code = output.follow(events, deadline_hint=True)
     _forget(execution)
+    if as_json:
+        told(result)
     return code
+
+
+def _result(events: Iterable[ExecOutputEvent]) -> tuple[int, dict[str, Any]]:
+    """Collect what a command said and how it ended, as a plain ``exec`` tells it, and whether it ran out of memory.
+
+    Its exit code comes first.
+    """
+    from agent_sandbox.client.exec_requests import Collected
+
+    collected = Collected()
+    for event in events:
+        if (result := collected.take(event)) is not None:
+            return result.exit_code, {**dataclasses.asdict(result), "oom_killed": event.oom_killed}
+    raise AssertionError("a stream ends with an exit or raises")
 
 
 def bring(sandbox: Sandbox, directory: Path, path: str, sent: dict[str, Sent] | None = None) -> None:
