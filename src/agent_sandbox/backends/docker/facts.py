@@ -17,6 +17,7 @@ from typing import Any
 
 from agent_sandbox.backends.docker import container
 from agent_sandbox.backends.docker.engine import Engine
+from agent_sandbox.backends.linux import sentry
 from agent_sandbox.errors import BackendError
 from agent_sandbox.types import Capabilities, LimitName
 
@@ -158,7 +159,7 @@ def capabilities(facts: Facts, *, no_layers: str, no_network: str) -> Capabiliti
         notes["disk"] = f"{facts.not_shared}, so workspaces are volumes without a limit"
     if facts.is_gvisor:
         notes["memory"] = (
-            "with up to 192 MiB more for the sandbox's own kernel; where that is passed the whole sandbox stops, its "
+            f"with up to {sentry.MOST_KERNEL_MB} MiB more for the sandbox's own kernel; where that is passed the whole sandbox stops, its "
             "workspace kept; that a command ran out of memory is not told"
         )
         notes["pids"] = "counted by the sandbox's own kernel"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from agent_sandbox.types import SandboxSpec
 
-_KERNEL_MB, _MOST_KERNEL_MB = 64, 192
+_KERNEL_MB, MOST_KERNEL_MB = 64, 192
 """What a sandbox's kernel takes by itself, and with its guest's processes, of about 1 MiB of the host's memory each.
 Without it a full house of small processes would end the kernel, and so the sandbox."""
 
 
 def memory_mb(spec: SandboxSpec) -> int:
     """The memory of the host, MiB, for a guest of ``spec`` together with its kernel."""
-    return spec.memory_mb + min(_KERNEL_MB + spec.pids_limit, _MOST_KERNEL_MB)
+    return spec.memory_mb + min(_KERNEL_MB + spec.pids_limit, MOST_KERNEL_MB)

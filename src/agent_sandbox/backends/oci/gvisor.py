@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 
 from agent_sandbox.backends.guest_backend import Endpoint
-from agent_sandbox.backends.linux import cgroups
+from agent_sandbox.backends.linux import cgroups, sentry
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.waiting import settled
@@ -54,9 +54,6 @@ _log = logging.getLogger(__name__)
 _LISTEN_SIGNAL = "SIGUSR1"
 """What tells a daemon to listen again; see ``spec/wire.md``."""
 _PAUSE_SECONDS = 0.01
-_KERNEL_MB, _MOST_KERNEL_MB = 64, 192
-"""What a sandbox's kernel takes by itself, and with its guest's processes, of about 1 MiB of the host's memory each.
-Without it a full house of small processes would end the kernel, and so the sandbox."""
 
 
 class GvisorBackend(OciBackend):
@@ -125,8 +122,8 @@ class GvisorBackend(OciBackend):
         The root file system is not hidden: the runtime's own mounts of it come from where it stands.
         """
         if "memory" in host.enforces:
-            size = record.spec.memory_mb + min(_KERNEL_MB + record.spec.pids_limit, _MOST_KERNEL_MB)
-            cgroups.Groups(host.hierarchies, host.cgroups_path(record.id)).allow_memory(size * bundle.MIB)
+            size = sentry.memory_mb(record.spec) * bundle.MIB
+            cgroups.Groups(host.hierarchies, host.cgroups_path(record.id)).allow_memory(size)
 
     def _observe(self, process: Process | None, groups: cgroups.Groups) -> dict[str, Any]:
         """The limits alone: of its first process the host sees the sandbox's kernel, not the daemon."""
