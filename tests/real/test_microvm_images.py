@@ -329,11 +329,16 @@ def test_a_full_disk_ends_it_and_keeps_nothing(image: tuple[ImageRoot, str], tmp
         with pytest.raises(LimitExceededError, match=r"disk"):
             MachineImages(small / "machine").rootfs(ImageRoot(big), image[1])
         assert roots(small / "machine") == []
+        MachineImages(small / "machine").prepare_kernel(kernel_harness.package(tmp_path / "k.deb"))
+        kernels = sorted((small / "machine/kernel").iterdir())
         state = os.statvfs(small)
         (small / "filler").write_bytes(bytes((state.f_bavail - 8) * state.f_frsize))
         with pytest.raises(LimitExceededError, match=r"disk"):
-            MachineImages(small / "machine").prepare_kernel(kernel_harness.package(tmp_path / "k.deb"))
-        assert list((small / "machine/kernel").iterdir()) == []
+            MachineImages(small / "machine").prepare_kernel(kernel_harness.package(tmp_path / "other.deb"))
+        with pytest.raises(LimitExceededError, match=r"disk"):
+            MachineImages(small / "machine").kernel(big / "random")
+        assert sorted((small / "machine/kernel").iterdir()) == kernels
+        assert [path.name for path in kernels[0].glob("[.i]*")] == []
     finally:
         mounts.unmount(small)
 

@@ -83,7 +83,7 @@ def extract(package: Path, target: Path, progress: Progress) -> None:
 
     :class:`InvalidRequestError` when it is damaged or holds no kernel, :class:`LimitExceededError` for want of room.
     """
-    room, total = Room(target), package.stat().st_size
+    room, total = Room(target, "the kernel"), package.stat().st_size
     if total > _MAX_PACKAGE_BYTES:
         raise InvalidRequestError(f"{package.name} is larger than {_MAX_PACKAGE_BYTES >> 30} GiB")
     files = taken = 0

@@ -94,11 +94,9 @@ class Kernels:
         daemon = self._digest(sandboxd)
         initramfs = home / f"initramfs-{daemon}.cpio"
         names = tuple(facts["modules"])
-        try:
-            if not initramfs.is_file():
+        if not initramfs.is_file():
+            with _told("packing the first root file system"):
                 self._pack(home, names, sandboxd, initramfs)
-        except OSError as error:
-            raise _damaged(home) from error
         kernel = home / "vmlinuz"
         return Kernel(kernel, initramfs, facts["kernel"], f"{home.name}-{daemon}", names, facts["source"])
 
@@ -168,7 +166,11 @@ class Kernels:
         :class:`LimitExceededError` when the disk has no room; :class:`BackendError` when nothing can be fetched.
         Nothing is left behind by a failure, and the current kernel stays what it was.
         """
-        with _explained(), files.building(self._directory), files.aside(self._directory) as scratch:
+        with (
+            _told("preparing the kernel"),
+            files.building(self._directory),
+            files.aside(self._directory) as scratch,
+        ):
             scratch.mkdir(mode=0o700)
             found = self._prepare(kernel, module_directory, scratch, progress)
             _evict_kernels(self._directory, found.name)
@@ -211,7 +213,7 @@ class Kernels:
     ) -> Prepared:
         """Put the kernel into place and make it the current one."""
         content = _read(image, bzimage.MAX_BYTES)
-        Room(self._directory).check(len(content) + sum(map(len, collected.values())))
+        Room(self._directory, "the kernel").check(len(content) + sum(map(len, collected.values())))
         whole = hashlib.sha256(content)
         for name, module in collected.items():
             whole.update(b"\n%s %d\n" % (name.encode(), len(module)) + module)
@@ -346,10 +348,10 @@ def _evict_kernels(directory: Path, current: str) -> None:
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _told(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise LimitExceededError("the disk is full: no kernel was prepared") from error
-        raise BackendError(f"preparing the kernel failed: {error.filename or ''} {error.strerror or error}") from error
+            raise LimitExceededError(f"{what} failed: the disk is full") from error
+        raise BackendError(f"{what} failed: {error.filename or ''} {error.strerror or error}") from error

@@ -112,7 +112,7 @@ class Roots:
         with _explained(), files.building(self._directory, told.waiting):
             if erofs.is_whole(path, key):
                 return
-            room = Room(self._directory)
+            room = Room(self._directory, "the image's root file system")
             room.check()
             started = time.monotonic()
 
