@@ -24,7 +24,7 @@ def test_every_backend_on_gvisor_tells_the_same_bound(monkeypatch: pytest.Monkey
     on_docker = dataclasses.replace(facts.UNSTARTED, is_gvisor=True)
     for capabilities in (
         facts.capabilities(on_docker, no_layers="", no_network=""),
-        gvisor_capabilities(frozenset(), has_swap_limit=True, no_layers=""),
+        gvisor_capabilities(frozenset({"memory"}), has_swap_limit=True, no_layers=""),
     ):
         assert "up to 77 MiB more" in capabilities.notes["memory"]
     assert sentry.memory_mb(SPEC) == 256 + 77

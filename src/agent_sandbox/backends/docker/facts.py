@@ -158,10 +158,7 @@ def capabilities(facts: Facts, *, no_layers: str, no_network: str) -> Capabiliti
     else:
         notes["disk"] = f"{facts.not_shared}, so workspaces are volumes without a limit"
     if facts.is_gvisor:
-        notes["memory"] = (
-            f"with up to {sentry.MOST_KERNEL_MB} MiB more for the sandbox's own kernel; where that is passed the whole sandbox stops, its "
-            "workspace kept; that a command ran out of memory is not told"
-        )
+        notes["memory"] = sentry.memory_note()
         notes["pids"] = "counted by the sandbox's own kernel"
     if no_layers:
         notes["layered_workspace"] = f"{no_layers}; a snapshot, rollback or fork moves the whole workspace"

@@ -12,3 +12,11 @@ Without it a full house of small processes would end the kernel, and so the sand
 def memory_mb(spec: SandboxSpec) -> int:
     """The memory of the host, MiB, for a guest of ``spec`` together with its kernel."""
     return spec.memory_mb + min(_KERNEL_MB + spec.pids_limit, MOST_KERNEL_MB)
+
+
+def memory_note() -> str:
+    """What a backend's note on its limit of memory says."""
+    return (
+        f"with up to {MOST_KERNEL_MB} MiB more for the sandbox's own kernel; where that is passed the whole sandbox "
+        "stops, its workspace kept; that a command ran out of memory is not told"
+    )

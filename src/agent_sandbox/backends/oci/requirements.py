@@ -46,8 +46,7 @@ def gvisor_capabilities(limits: frozenset[LimitName], *, has_swap_limit: bool, n
     """What the gvisor backend offers where the host's control groups keep ``limits``; ``no_layers`` as above."""
     notes = {
         "disk": "size only; its bandwidth is not limited",
-        "memory": f"with up to {sentry.MOST_KERNEL_MB} MiB more for the sandbox's own kernel; where that is passed the whole sandbox stops, "
-        "its workspace kept; that a command ran out of memory is not told",
+        "memory": sentry.memory_note(),
         "pids": "counted by the sandbox's own kernel",
         "userns": "a guest's processes are none of the host's: its files alone have ids of the host, those of "
         "AGENT_SANDBOX_SANDBOX_USER",
