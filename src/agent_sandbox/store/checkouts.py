@@ -5,12 +5,12 @@
     <directory>/<name>/tree/       the layer: a whole state, or what makes the layer below look like this one
     <directory>/<name>/done        the completion marker (JSON), written when the layer is whole
     <directory>/.new-*, .gone-*    being built, being removed
+    <directory>/.old-<name>-*      what a layer that was built anew had been
 
 Strategy
 --------
 * A state is found by a name made of its root entry and of the owner that its files get. Nothing here is the only
-  copy of
-  anything: what is damaged, half-built or evicted is built again from the store.
+  copy of anything: what is damaged, half-built or evicted is built again from the store.
 * A new state is laid out as a difference over the nearest ancestor that is here and that the store still has (a
   layer may outlive its state: ``Store.forget``), so that a rollback or fork costs what changed. One on which the
   stack would become too deep is passed over for an older one, since cold lookups grow with each layer; without any,
@@ -21,6 +21,8 @@ Strategy
   back, since what a power loss takes can be built again.
 * Eviction is by age of use, when the layers together are larger than ``max_bytes``. Renaming makes a layer gone;
   the slow removal comes after, outside the lock.
+* A layer of which somebody removed a part is built anew in its place. What is left of the old one stays as long as
+  ``in_use`` names the place: something may be mounted over it.
 
 Everything blocks; threads may share one cache, processes may not.
 """
@@ -53,6 +55,7 @@ MAX_DEPTH = 8
 MAX_ANCESTORS = 64
 """How far back the nearest state is looked for; each step reads one commit."""
 VERSION = 1
+_OLD = ".old-"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_TOPDIR_FL = 0x80086601, 0x40086602, 0x00020000
@@ -100,6 +103,7 @@ class Checkouts:
         self._max_bytes = max_bytes
         self._in_use = in_use
         self._lock = threading.Lock()
+        self._tidying = threading.Lock()
         self._layers: dict[str, _Layer] = {}
         self._building: dict[str, _Building] = {}
         self._clock = 0
@@ -121,6 +125,8 @@ class Checkouts:
         except BackendError:  # some backend is down
             in_use = {str(self.path(name)) for name in markers}
         for name in markers:
+            if name.startswith(_OLD):  # tidy sees to it
+                continue
             # What runs stands on layers of this boot. One that a power loss may have torn is better missing than wrong.
             torn = self._is_torn(self._directory / name)
             if name not in kept and (torn or str(self.path(name)) not in in_use):
@@ -152,7 +158,13 @@ class Checkouts:
             return sum(layer.size for layer in self._layers.values())
 
     def tidy(self) -> int:
-        """Sync and count new layers, evict the oldest above ``max_bytes``; return how many went."""
+        """Sync and count new layers, evict the oldest above ``max_bytes``; return how many went. One at a time."""
+        with self._tidying:
+            return self._tidy()
+
+    # ---- within ----------------------------------------------------------------------------------------------------
+
+    def _tidy(self) -> int:
         with self._lock:
             fresh = [layer for layer in self._layers.values() if not layer.synced]
             for layer in fresh:
@@ -160,16 +172,21 @@ class Checkouts:
         for layer in fresh:
             try:
                 layer.size = self._sync(layer)
-                layer.synced = True
-                self._mark(self._directory / layer.name, layer)
+                if self._layers.get(layer.name) is layer:  # and was not built anew meanwhile
+                    layer.synced = True
+                    self._mark(self._directory / layer.name, layer)
+            except FileNotFoundError:  # somebody removed it
+                self._forget(layer)
             finally:
                 with self._lock:
                     layer.leases -= 1
         with self._lock:
             idle = [(layer.used, layer) for layer in self._layers.values() if not layer.leases]
         # Asked after that: who has no lease now either has an environment that is known already, or takes a lease anew.
-        in_use = self._in_use() if self.size() > self._max_bytes else set()
-        gone = []
+        old = [path for path in self._directory.iterdir() if path.name.startswith(_OLD)]
+        in_use = self._in_use() if old or self.size() > self._max_bytes else set()
+        gone = [path for path in old if str(self.path(path.name.removeprefix(_OLD).partition("-")[0])) not in in_use]
+        evicted = 0
         with self._lock:
             below = {layer.below for layer in self._layers.values()}
             total = sum(layer.size for layer in self._layers.values())
@@ -181,15 +198,20 @@ class Checkouts:
                 if str(self.path(layer.name)) in in_use or layer.name not in self._layers:
                     continue
                 aside = self._directory / f".gone-{secrets.token_hex(8)}"
-                (self._directory / layer.name).rename(aside)
+                with suppress(FileNotFoundError):  # somebody removed it
+                    (self._directory / layer.name).rename(aside)
+                    gone.append(aside)
                 del self._layers[layer.name]
                 total -= layer.size
-                gone.append(aside)
+                evicted += 1
         for aside in gone:
             remove_tree(aside)
-        return len(gone)
+        return evicted
 
-    # ---- within ----------------------------------------------------------------------------------------------------
+    def _forget(self, layer: _Layer) -> None:
+        with self._lock:
+            if self._layers.get(layer.name) is layer:
+                del self._layers[layer.name]
 
     def _hold(self, commit: bytes, owner: tuple[int, int]) -> list[_Layer]:
         root = walk.commit(self._objects, commit).root
@@ -254,7 +276,7 @@ class Checkouts:
             with self._lock:
                 target = self._directory / name
                 if target.exists():  # somebody removed a part of it, or of what it stands on
-                    target.rename(self._directory / f".gone-{secrets.token_hex(8)}")
+                    target.rename(self._directory / f"{_OLD}{name}-{secrets.token_hex(8)}")
                 aside.rename(target)
                 self._layers[name] = layer
         except BaseException:

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,62 @@ def test_a_state_as_deep_as_one_may_be_is_measured_and_evicted(place: Place) -> 
     assert place.cache.tidy() == 1
     assert place.names() == []
     remove_tree(place.tree)
+
+
+def test_what_a_layer_was_before_it_was_built_anew_goes_once_nobody_stands_on_it(place: Place) -> None:
+    commit = place.commit(a="one")
+    place.layers(commit)
+    (low,) = place.layers(commit)
+    place.commit(b="two")
+    high, _ = place.layers(place.store.resolve("p"))
+    remove_tree(low.parent)  # by hand: the upper one is built anew too, since it cannot stand without
+    place.in_use = {str(high)}
+    assert high in place.layers(place.store.resolve("p"))
+    place.cache.tidy()
+    (old,) = [name for name in place.names() if name.startswith(".old-")]
+    assert (place.directory / old / "tree" / "b").read_text() == "two", "somebody may have it mounted"
+    place.cache = place.open()
+    place.cache.tidy()
+    assert old in place.names(), "as it may be after a restart"
+    place.in_use = set()
+    place.cache.tidy()
+    assert old not in place.names()
+    assert not [name for name in place.names() if name.startswith(".gone-")]
+
+
+def test_layers_that_somebody_removed_keep_tidy_from_nothing(place: Place) -> None:
+    gone = [place.layers(place.commit(**{f"f{number}": "x" * 5_000}))[0] for number in range(2)]
+    for layer in gone:
+        remove_tree(layer.parent)
+    (kept,) = place.layers(place.commit(g="y"), (7, 8))
+    place.cache.tidy()
+    assert not place.cache.unsynced
+    assert json.loads((kept.parent / "done").read_text())["synced"] is True
+    remove_tree(kept.parent)
+    place.cache._max_bytes = 0
+    place.cache.tidy()
+    assert place.cache.size() == 0
+
+
+def test_two_that_tidy_at_once_disturb_each_other_in_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.layers(place.commit(a="one"))
+    sync, meeting = place.cache._sync, threading.Barrier(2)
+
+    def together(layer: Any) -> int:
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.5)
+        return sync(layer)
+
+    real = Path.replace
+
+    def late(self: Path, target: Path) -> Path:
+        if self.name == ".done.new":
+            time.sleep(0.1)
+        return real(self, target)
+
+    monkeypatch.setattr(place.cache, "_sync", together)
+    monkeypatch.setattr(Path, "replace", late)
+    with ThreadPoolExecutor(2) as threads:
+        for tidied in [threads.submit(place.cache.tidy) for _ in range(2)]:
+            assert tidied.result() == 0
+    assert not place.cache.unsynced
