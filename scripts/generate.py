@@ -135,7 +135,7 @@ def error_page() -> str:
     return "\n".join([*lines, ""])
 
 
-RUNS = ("runc", "gvisor", "docker", "docker-runsc")
+RUNS = ("runc", "gvisor", "docker", "docker-runsc", "qemu")
 """The configurations in the order of the page; others follow by name."""
 
 

@@ -202,6 +202,7 @@ class Groups:
                 "cpuacct": {},
                 "freezer": {},
                 "memory": {"memory.limit_in_bytes": str(memory)},
+                "systemd": {},  # which ends what it finds there when the server's unit stops
             }
             for name in values:
                 if (root := self._hierarchies.directory(name)) is not None:
