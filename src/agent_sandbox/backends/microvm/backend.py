@@ -10,6 +10,11 @@ Strategy
 * Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
   ``destroy`` takes, which works from any subset of the parts.
 * Destroying ends the monitor and replies; the rest goes in the background, again and again until it is gone.
+* A new machine is not booted: it goes on from a template (``templates.py``), a machine of the same kind that was saved
+  before it had a key. Where there is none, the new environment's own machine is booted without a key and saved first.
+* A checkpoint is the machine with its drive while its commands are frozen, and goes on in any number of others. Each
+  reads its own configuration when it goes on: key, name, entropy. What breaks a checkpoint off, it is let go on; and
+  by the next server where this one ends, which a mark in the run directory tells it.
 * A machine that ended (by itself, or with its host) is a stopped sandbox: its workspace is kept, and starting begins by
   clearing what is left of the last time. The guest's kernel mends its file system's journal itself.
 * The guest is told its memory and processes; the machine has some memory more, for its kernel. The share of the CPU is
@@ -29,14 +34,16 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.linux import cgroups
 from agent_sandbox.backends.linux.changes import Changes
-from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.linux.disk import Templates as BlankDisks
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import observe
@@ -44,11 +51,13 @@ from agent_sandbox.backends.linux.process import processes_of
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_root
 from agent_sandbox.backends.linux.waiting import settled
+from agent_sandbox.backends.microvm import checkpoints
 from agent_sandbox.backends.microvm.config_image import MIB
-from agent_sandbox.backends.microvm.monitor import Machine, MachineSpec, Monitor
+from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, Monitor
 from agent_sandbox.backends.microvm.places import Environment, Places, Record
 from agent_sandbox.backends.microvm.qemu import QemuMonitor
 from agent_sandbox.backends.microvm.requirements import capabilities, require_accelerated, require_mkfs
+from agent_sandbox.backends.microvm.templates import Templates
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
@@ -78,6 +87,8 @@ _BOOT_SECONDS = 120.0
 _SHUTDOWN_SECONDS = 10.0
 """How long a guest may take to write everything out and switch itself off, before the monitor is ended."""
 _PAUSE_SECONDS = 0.05
+_READY = "sandboxd ready"
+"""What a daemon says on its console once it waits for a key, or for a client; see ``crates/sandboxd/src/main.rs``."""
 _CLOSE_SECONDS = 10.0
 _CONSOLE_CHARACTERS = 1000
 """Of the machine's last words in an error: a panic's reason stands before its trace."""
@@ -94,7 +105,8 @@ class MicrovmBackend(GuestBackend):
         self._places = Places(settings.data_dir, settings.id_range_base, self.name)
         self.instance = self._places.instance
         self._monitor = self._make_monitor()
-        self._templates = Templates(self._places.templates)
+        self._blanks = BlankDisks(self._places.templates)
+        self._templates = Templates(settings.machine_directory() / "template")
         self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._machine_images = MachineImages(settings.machine_directory())
         self._kernel: Kernel | None = None
@@ -103,6 +115,7 @@ class MicrovmBackend(GuestBackend):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="microvm")
         self._records: dict[str, Record] = {}
         self._changes = Changes()
+        self._held: set[str] = set()
         self._removals = Removals(self._clear)
 
     def _make_monitor(self) -> Monitor:
@@ -126,6 +139,7 @@ class MicrovmBackend(GuestBackend):
         require_mkfs()
         self._hierarchies = cgroups.find_hierarchies()
         self._places.prepare()
+        self._blanks.clear()
         self._templates.clear()
         # Others of this server's backends run from skeletons of the host image: all that there are stay.
         self._images.prepare(in_use=set(self._places.data_dir.glob("images/host/*/rootfs")))
@@ -138,11 +152,8 @@ class MicrovmBackend(GuestBackend):
             machine = await self._thread(self._machine, id)
             if machine is None:
                 continue
-            try:
-                if not await self._monitor.running(machine):
-                    await self._monitor.resume(machine)
-            except SandboxError as error:
-                _log.error("environment %s: its monitor does not answer: %s", id, error.message)
+            if await self._thread(self._places.environment(id).is_held):
+                await self._go_on_after(id, machine)
 
     async def close(self) -> None:
         await super().close()
@@ -175,10 +186,14 @@ class MicrovmBackend(GuestBackend):
 
     async def create(self, id: str, spec: SandboxSpec) -> None:
         self._check(id, spec)
+        await self._make(id, self._create(id, spec))
+
+    async def _make(self, id: str, creation: Coroutine[Any, Any, None]) -> None:
         if id in self._removals or self._places.environment(id).directory.exists():
+            creation.close()
             raise ConflictError(f"environment {id} exists already")
         try:
-            await self._changes.alone(id, self._create(id, spec))
+            await self._changes.alone(id, creation)
         except asyncio.CancelledError:
             if id not in self._removals and self._places.environment(id).directory.exists():
                 await settled(asyncio.ensure_future(self._undo(id)))
@@ -195,12 +210,15 @@ class MicrovmBackend(GuestBackend):
             remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             raise UnsupportedError("limit cpus", self.name, remedy)
 
-    async def _create(self, id: str, spec: SandboxSpec) -> None:
+    async def _create(self, id: str, spec: SandboxSpec, saved: Path | None = None) -> None:
         environment = self._places.environment(id)
         try:
             async with translated("creating the sandbox"):
                 record = await self._thread(self._record_new, environment, spec)
-                await self._build(environment, record, new=True)
+                if saved is None:
+                    await self._build(environment, record)
+                else:
+                    await self._go_on(environment, record, saved)
         except BaseException:
             await settled(asyncio.ensure_future(self._undo(id)))
             raise
@@ -211,17 +229,65 @@ class MicrovmBackend(GuestBackend):
         image = self._images.open(spec.image, spec.image_digest)
         record = Record(environment.id, spec, user, image.env)
         environment.make(record)
+        root = self._machine_images.rootfs(image, spec.image_digest)
+        environment.link_root(root.path, root.key)
         return record
 
-    async def _build(self, environment: Environment, record: Record, *, new: bool) -> None:
-        """Make the drives that are not there, start the machine and meet its daemon."""
-        spec = await self._thread(self._furnish, environment, record, new)
+    async def _build(self, environment: Environment, record: Record) -> None:
+        """Let a machine go on from the template of its kind, which is made first where there is none."""
+        kernel = self._booted()
+        root = await self._thread(environment.root_key)
+        template = checkpoints.template_of(self._made(environment, record, root), kernel.name)
 
+        async def make(dest: Path) -> None:
+            await self._make_template(environment, record, dest)
+
+        async with self._templates.use(template, make) as saved:
+            await self._go_on(environment, record, saved)
+
+    async def _make_template(self, environment: Environment, record: Record, dest: Path) -> None:
+        """Boot a machine that has no key, in the environment's own places, and save it once it waits for one."""
+        await self._thread(lambda: environment.make_workspace(self._blanks.get(record.spec.disk_mb)))
+        spec = await self._thread(self._furnish, environment, record, False)
+        machine = await self._monitor.start(spec, self._adopting(environment))
+        try:
+            await self._idle(machine)
+            await self._monitor.pause(machine)
+            await self._monitor.save(machine, spec.memory_mb, dest)
+            await self._thread(checkpoints.keep_disk, spec.workspace, dest)
+        finally:
+            await settled(asyncio.ensure_future(self._halt(record.id)))
+
+    async def _idle(self, machine: Machine) -> None:
+        """Return once the daemon of a machine without a key says that it waits."""
+        deadline = asyncio.get_running_loop().time() + _BOOT_SECONDS
+        while _READY not in (said := await self._monitor.console(machine)):
+            if not await self._thread(machine.process.alive):
+                raise BackendError(f"the machine ended while it booted; its console ends with: {_end_of(said)}")
+            if asyncio.get_running_loop().time() > deadline:
+                raise BackendError(f"the machine did not boot within {_BOOT_SECONDS:g} s: {_end_of(said)}")
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _go_on(self, environment: Environment, record: Record, saved: Path) -> None:
+        """Let the environment's machine go on from a saved one, with a copy of its drive."""
+        await self._thread(environment.make_workspace, saved / checkpoints.DISK)
+        spec = await self._thread(self._furnish, environment, record, True)
+        machine = await self._monitor.start_from(spec, saved, self._adopting(environment))
+        await self._meet(record, machine)
+
+    async def _boot(self, environment: Environment, record: Record) -> None:
+        """Boot the environment's machine with the drive that it has."""
+        spec = await self._thread(self._furnish, environment, record, True)
+        await self._meet(record, await self._monitor.start(spec, self._adopting(environment)))
+
+    def _adopting(self, environment: Environment) -> Adopt:
         def adopt(pid: int) -> None:
-            self._groups(record.id).add(pid)
+            self._groups(environment.id).add(pid)
             environment.write_process(pid)
 
-        machine = await self._monitor.start(spec, adopt)
+        return adopt
+
+    async def _meet(self, record: Record, machine: Machine) -> None:
         self._records[record.id] = record
         try:
             await self.guest_ready(record.id, _BOOT_SECONDS)
@@ -231,38 +297,50 @@ class MicrovmBackend(GuestBackend):
                 raise
             raise BackendError(f"{error.message}; the machine's console ends with: {words}") from error
 
-    def _furnish(self, environment: Environment, record: Record, new: bool) -> MachineSpec:
-        if self._kernel is None:
-            raise BackendError(f"the {self.name} backend was not started")
-        spec = record.spec
-        if new:
-            environment.make_workspace(self._templates.get(spec.disk_mb))
+    def _furnish(self, environment: Environment, record: Record, keyed: bool) -> MachineSpec:
+        """Make what a monitor needs beside the workspace's drive."""
         if not environment.has_root():
-            image = self._images.open(spec.image, spec.image_digest)
-            environment.link_root(self._machine_images.rootfs(image, spec.image_digest).path)
-        environment.write_config(record)
+            image = self._images.open(record.spec.image, record.spec.image_digest)
+            root = self._machine_images.rootfs(image, record.spec.image_digest)
+            environment.link_root(root.path, root.key)
+        environment.write_config(record, keyed=keyed)
         environment.make_run()
-        memory_mb = spec.memory_mb + _KERNEL_MB
-        self._groups(record.id).make(spec.cpus, (memory_mb + self._monitor.overhead_mb) * MIB)
+        machine = self._machine_spec(environment, record)
+        # Twice: a page that a saved machine's memory did not hold is counted as its and as the machine's own.
+        limit_mb = 2 * machine.memory_mb + self._monitor.overhead_mb
+        self._groups(record.id).make(record.spec.cpus, limit_mb * MIB)
+        return machine
+
+    def _machine_spec(self, environment: Environment, record: Record) -> MachineSpec:
+        kernel, spec = self._booted(), record.spec
         return MachineSpec(
-            kernel=self._kernel.vmlinuz,
-            initrd=self._kernel.initramfs,
+            kernel=kernel.vmlinuz,
+            initrd=kernel.initramfs,
             root=environment.root,
             workspace=environment.workspace,
             config=environment.config,
-            memory_mb=memory_mb,
+            memory_mb=spec.memory_mb + _KERNEL_MB,
             vcpus=max(1, math.ceil(spec.cpus)),
             directory=environment.run,
             uid=record.user,
             gid=record.user,
         )
 
+    def _made(self, environment: Environment, record: Record, root: str) -> checkpoints.Made:
+        machine = self._machine_spec(environment, record)
+        return checkpoints.made_of(record.spec, machine, self._monitor.facts, self._booted().version, root)
+
+    def _booted(self) -> Kernel:
+        if self._kernel is None:
+            raise BackendError(f"the {self.name} backend was not started")
+        return self._kernel
+
     async def _last_words(self, machine: Machine) -> str:
         try:
             said = await self._monitor.console(machine)
         except (OSError, SandboxError):
             return ""
-        return said.partition("Call Trace:")[0][-_CONSOLE_CHARACTERS:].strip()
+        return _end_of(said)
 
     async def _undo(self, id: str) -> None:
         try:
@@ -360,13 +438,64 @@ class MicrovmBackend(GuestBackend):
             await self._halt(id)
             if not await self._thread(self._places.ranges.keep, record.user, environment.directory):
                 raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
-            await self._build(environment, record, new=False)
+            await self._boot(environment, record)
         except BaseException:
             try:
                 await settled(asyncio.ensure_future(self._halt(id)))
             except (OSError, SandboxError):
                 _log.exception("environment %s did not start and could not be cleared; start it again", id)
             raise
+
+    # -- memory ------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def checkpoint(self, id: str, dest: str) -> AsyncGenerator[None, None]:
+        record, environment, place = await self._known(id), self._places.environment(id), Path(dest)
+        machine = await self._thread(self._machine, id)
+        if machine is None:
+            raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
+        if id in self._held:
+            raise ConflictError("another checkpoint of the sandbox is being made")
+        self._held.add(id)
+        try:
+            try:
+                async with translated("holding the sandbox still"):
+                    await self._thread(environment.hold)
+                    await (await self._guest(id)).freeze()
+                yield None
+                async with translated("keeping the processes' memory"):
+                    await self._monitor.pause(machine)
+                    await self._monitor.save(machine, self._machine_spec(environment, record).memory_mb, place)
+                    await self._thread(checkpoints.keep_disk, environment.workspace, place)
+            finally:
+                await settled(asyncio.ensure_future(self._go_on_after(id, machine)))
+            async with translated("keeping the processes' memory"):
+                made = self._made(environment, record, await self._thread(environment.root_key))
+                await self._thread(checkpoints.seal, place, made)
+        except BaseException:
+            await self._thread(checkpoints.discard, place)
+            raise
+        finally:
+            self._held.discard(id)
+
+    async def _go_on_after(self, id: str, machine: Machine) -> None:
+        """Let a machine go on that was held to be saved, and what is frozen in it."""
+        try:
+            if not await self._monitor.running(machine):
+                await self._monitor.resume(machine)
+            await (await self._guest(id)).thaw(time.time_ns())
+            await self._thread(self._places.environment(id).release)
+        except (OSError, SandboxError) as error:
+            _log.error("environment %s was held and does not go on: %s", id, error)
+
+    async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
+        self._check(id, spec)
+        async with translated("reading the checkpoint"):
+            made = await self._thread(checkpoints.read, Path(src))
+            image = await self._thread(self._images.open, spec.image, spec.image_digest)
+            root = await self._thread(self._machine_images.rootfs, image, spec.image_digest)
+        checkpoints.require(made, self._made(self._places.environment(id), Record(id, spec, 0), root.key))
+        await self._make(id, self._create(id, spec, Path(src)))
 
     # -- looking -----------------------------------------------------------------------
 
@@ -465,3 +594,8 @@ class MicrovmBackend(GuestBackend):
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
+
+
+def _end_of(said: str) -> str:
+    """The last of what a console said before a trace."""
+    return said.partition("Call Trace:")[0][-_CONSOLE_CHARACTERS:].strip()

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from agent_sandbox.backends.linux.disk import clone
-from agent_sandbox.backends.microvm.monitor import Facts, MachineSpec
+from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Facts, MachineSpec
 from agent_sandbox.errors import ConflictError
 from agent_sandbox.types import SandboxSpec
 
@@ -91,9 +91,9 @@ def made_of(spec: SandboxSpec, machine: MachineSpec, facts: Facts, kernel: str, 
     )
 
 
-def template_of(made: Made) -> Made:
-    """The part of ``made`` that a machine has before it gets its key."""
-    return dataclasses.replace(made, user="", guest_mb=0, pids_limit=0, tmp_mb=0)
+def template_of(made: Made, boots: str) -> Made:
+    """What the template of a machine is made of: the same before it has a key, and the very kernel that it boots."""
+    return dataclasses.replace(made, kernel=boots, user="", guest_mb=0, pids_limit=0, tmp_mb=0)
 
 
 def require(made: Made, wanted: Made) -> None:
@@ -142,6 +142,8 @@ def read(directory: Path) -> Made:
         version = msgspec.json.decode(text, type=dict[str, object]).get("version")
         if version != VERSION:
             raise ConflictError(f"the saved machine is of format {version}, and this release reads {VERSION}")
+        if any(not (directory / name).is_file() for name in (MEMORY_FILE, STATE_FILE, DISK)):
+            raise ConflictError("there is no whole saved machine: a file is missing")
         return msgspec.json.decode(text, type=Made)
     except FileNotFoundError:
         raise ConflictError("there is no whole saved machine: it has no manifest") from None

@@ -7,6 +7,8 @@ Strategy
 * The filled one is sealed against writing. QEMU before 8.2 opens its memory for reading and writing even where it maps
   it privately; a monitor that its guest has taken over must not reach into its siblings' memory by that.
 * It is filled once from the saved file and kept for the next fork, a few of them (:data:`KEPT`): so forks copy nothing.
+* Known ugliness: a page that was not saved, when it is touched first, becomes one of the memfd and one of the machine's
+  own, since a memfd has no page for what is not there. All machines of one memfd share the first.
 * A paused machine's memory is read through ``/proc``: where its memfd holds data, and where pages have become its own
   (pagemap, kernel document "admin-guide/mm/pagemap"). Holes and zeros are left out, so what is saved is sparse.
 * Nothing that the monitor can do makes this read anything but its own memory, or more than the size of the machine.

@@ -25,6 +25,9 @@ from typing import Protocol
 
 from agent_sandbox.backends.linux.process import Process
 
+MEMORY_FILE, STATE_FILE = "memory", "state"
+"""What :meth:`Monitor.save` writes."""
+
 Adopt = Callable[[int], None]
 """Takes the pid of a monitor before its guest runs, to put it into its control group. May block."""
 

@@ -6,10 +6,10 @@
     ├── spec.json                           0600, the record: what was asked for, the image's content, the host ids
     ├── key                                 0600, the 32 bytes that prove either side of the wire to the other
     ├── config.img                          0600, the drive that tells the daemon its key (config_image.py)
-    ├── root.erofs                          the image's content: another name of the file that all have who share it
+    ├── root.erofs, root.key                the image's content: another name of the file that all have who share it
     └── workspace.img                       0600, the drive that the guest writes; never mounted on this host
     DATA_DIR/<backend>/templates/           blank disks by size
-    /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, and which process it is
+    /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, which process it is, and whether it is held
     agent-sandbox-<here>/<id>               its control group, in the hierarchies that it needs
     /var/lib/agent-sandbox-ids/             ranges of host ids, shared by all servers; a monitor runs as one of its own
 
@@ -78,6 +78,8 @@ class Environment:
         self._record = directory / "spec.json"
         self._key = directory / "key"
         self._process = run / "process.json"
+        self._root_key = directory / "root.key"
+        self._held = run / "held"
 
     def reserve(self) -> None:
         """Make the directory, empty. :class:`FileExistsError` when there is one already."""
@@ -127,9 +129,13 @@ class Environment:
         """Whether the image's content is at hand."""
         return self.root.exists()
 
-    def link_root(self, content: Path) -> None:
-        """Give the file of the image's content a name here, so that it stays; a link where it is on another disk."""
+    def link_root(self, content: Path, key: str) -> None:
+        """Give the file of the image's content a name here, so that it stays; a link where it is on another disk.
+
+        ``key`` names that content.
+        """
         self.root.unlink(missing_ok=True)
+        _write(self._root_key, key.encode())
         try:
             self.root.hardlink_to(content)
         except OSError as error:
@@ -137,14 +143,35 @@ class Environment:
                 raise
             self.root.symlink_to(content)
 
-    def make_workspace(self, template: Path) -> None:
-        """Make the workspace's drive, as blank as ``template``."""
-        clone(template, self.workspace)
+    def root_key(self) -> str:
+        """What names the image's content. :class:`BackendError` when it is not known."""
+        try:
+            return self._root_key.read_text()
+        except OSError as error:
+            raise BackendError(f"what the root of environment {self.id} is made of is not known any more") from error
 
-    def write_config(self, record: Record) -> None:
+    def make_workspace(self, source: Path) -> None:
+        """Make the workspace's drive, in the place of an earlier one: as blank or as full as ``source``."""
+        self.workspace.unlink(missing_ok=True)
+        clone(source, self.workspace)
+
+    def write_config(self, record: Record, *, keyed: bool = True) -> None:
         """Write the configuration's drive, with a fresh identity, in the place of an earlier one."""
         self.config.unlink(missing_ok=True)
-        _write(self.config, config_image(self.id, record.spec, self.key(), new_identity()))
+        key = self.key() if keyed else None
+        _write(self.config, config_image(self.id, record.spec, key, new_identity()))
+
+    def hold(self) -> None:
+        """Note that what runs inside is frozen, or the machine paused, for as long as it takes to save it."""
+        self._held.touch()
+
+    def release(self) -> None:
+        """Note that it goes on."""
+        self._held.unlink(missing_ok=True)
+
+    def is_held(self) -> bool:
+        """Whether a server that ended meanwhile left it so."""
+        return self._held.exists()
 
     def make_run(self) -> None:
         """Make the monitor's directory, empty: what an earlier monitor left there goes."""

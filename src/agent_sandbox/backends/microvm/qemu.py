@@ -45,13 +45,12 @@ from agent_sandbox.backends.linux.spawning import ENVIRONMENT, spawn
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import command, memory
 from agent_sandbox.backends.microvm.command import Given
-from agent_sandbox.backends.microvm.monitor import Adopt, Facts, Machine, MachineSpec
+from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Adopt, Facts, Machine, MachineSpec
 from agent_sandbox.backends.microvm.qmp import Qmp, clean
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError
 
 KVM = Path("/dev/kvm")
 REMEDY = "install it with: apt-get install qemu-system-x86"
-MEMORY_FILE, STATE_FILE = "memory", "state"
 QMP_SOCKET, GUEST_SOCKET = "qmp.sock", "guest.sock"
 _PROBE_PORT, _PROBE_VALUE = 0x501, 0x21
 _PROBE_CODE = _PROBE_VALUE * 2 + 1

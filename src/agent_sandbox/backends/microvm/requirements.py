@@ -39,7 +39,6 @@ def capabilities(facts: Facts | None, has_cpu_limit: bool) -> Capabilities:
         "userns": "a guest's processes are none of the host's; each monitor has a host id of its own",
         "layered_workspace": "a workspace is a disk of the guest's, which the host never mounts: it begins and is kept "
         "as an archive",
-        "checkpoint": "a machine's memory is not kept",
     }
     if has_cpu_limit:
         limits.add("cpus")
@@ -54,5 +53,6 @@ def capabilities(facts: Facts | None, has_cpu_limit: bool) -> Capabilities:
         network=frozenset({"none"}),
         userns=False,
         guest=True,
+        checkpoint=True,
         notes=notes,
     )
