@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 
 from agent_sandbox import conformance
+from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.cli.conformance import read_probe
+from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import matrix
 from agent_sandbox.conformance.checklist import ABILITIES, ITEMS, NEEDS, items_of, unsupported
 from agent_sandbox.conformance.page import page
 from agent_sandbox.conformance.report import Check, Report, from_json, to_json
 from agent_sandbox.conformance.run import plain
-from agent_sandbox.conformance.suite import SuiteBase
-from agent_sandbox.errors import InvalidRequestError
+from agent_sandbox.conformance.suite import SuiteBase, start
+from agent_sandbox.errors import BackendError, InvalidRequestError
 from agent_sandbox.types import Capabilities
 
 SUITES = [
@@ -49,6 +51,30 @@ def test_every_item_has_a_check_or_says_where_it_is_shown(item: conformance.chec
     for pattern in item.checks:
         if not pattern.startswith("*.test_f"):
             assert fnmatch.filter(CHECKS, pattern), f"{pattern} fits no check"
+
+
+async def test_a_backend_that_cannot_start_is_closed(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Broken(FakeBackend):
+        async def start(self) -> None:
+            raise BackendError("it cannot be")
+
+        async def close(self) -> None:
+            seen.append("closed")
+
+    class Mine(SuiteBase):
+        def make_backend(self, tmp_path: Path) -> Broken:
+            return Broken(load_settings({"data_dir": tmp_path}, {}))
+
+    mine = Mine()
+    fine = FakeBackend(load_settings({"data_dir": tmp_path / "fine"}, {}))
+    await fine.start()
+    with pytest.raises(BackendError, match="it cannot be"):
+        await mine.reopened(fine, tmp_path)
+    with pytest.raises(BackendError, match="it cannot be"):
+        await start(mine.make_backend(tmp_path))
+    assert seen == ["closed", "closed"]
 
 
 def test_every_need_fits_a_check_and_is_an_ability() -> None:

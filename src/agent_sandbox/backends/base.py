@@ -111,7 +111,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Let go of connections and threads. Sandboxes keep running; their commands too."""
+        """Let go of connections and threads. Sandboxes keep running; their commands too.
+
+        Called once, also after a start that failed: what that made on the host and nothing uses goes.
+        """
 
     @abc.abstractmethod
     async def ping(self) -> None:

@@ -16,7 +16,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.backends.guest_backend import GuestBackend
 from agent_sandbox.conformance.box import Box, new_id
 from agent_sandbox.conformance.layers import Layers
-from agent_sandbox.conformance.suite import SuiteBase
+from agent_sandbox.conformance.suite import SuiteBase, start
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, SandboxError, UnsupportedError
 from agent_sandbox.types import WORKSPACE, PreparedWorkspace
 
@@ -76,7 +76,7 @@ class ChecklistSuite(SuiteBase):
         backend = self.make_backend_with_daemon(tmp_path / "b05", program)
         if backend is None:
             pytest.skip("unsupported: the factory cannot make a backend with another daemon")
-        await backend.start()
+        await start(backend)
         try:
             with pytest.raises(BackendError, match="the last words of this daemon"):
                 await backend.create(new_id(), self.spec)

@@ -28,7 +28,7 @@ from agent_sandbox.conformance import SuiteBase, cases
 from agent_sandbox.conformance.checklist import items_of
 from agent_sandbox.conformance.known import known_failures
 from agent_sandbox.conformance.report import Check, Report, Verdict
-from agent_sandbox.conformance.suite import suite_of
+from agent_sandbox.conformance.suite import start, suite_of
 from agent_sandbox.errors import BackendError, InvalidRequestError
 from agent_sandbox.types import Capabilities, ResolvedImage
 
@@ -105,7 +105,7 @@ def run(subject: Subject, watch: Watcher, interrupted: Callable[[], bool] = lamb
 
 async def _look(subject: Subject, directory: pathlib.Path) -> _Facts:
     backend = cases.made(subject.backend, directory)
-    await backend.start()
+    await start(backend)
     try:
         await backend.ping()
         image = await backend.resolve_image(subject.image or load_settings().default_image)

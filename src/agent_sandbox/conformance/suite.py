@@ -51,6 +51,15 @@ def suite_of(kind: type, name: str) -> str:
     return next(parent.__name__ for parent in kind.__mro__ if name in vars(parent))
 
 
+async def start(backend: Backend) -> None:
+    """Start a backend as a server does: one that cannot start is closed, so that it leaves nothing on the host."""
+    try:
+        await backend.start()
+    except BaseException:
+        await settled(asyncio.ensure_future(backend.close()))
+        raise
+
+
 class SuiteBase:
     """The factory and its fixtures. A test class overrides :meth:`make_backend`, and :attr:`spec` if it must."""
 
@@ -78,13 +87,13 @@ class SuiteBase:
         """What a new process of the server would have: another backend over the same state, the old one closed."""
         await backend.close()
         self.successor = self.make_backend(tmp_path)
-        await self.successor.start()
+        await start(self.successor)
         return self.successor
 
     @pytest_asyncio.fixture
     async def backend(self, tmp_path: pathlib.Path) -> AsyncIterator[Backend]:
         backend = self.make_backend(tmp_path)
-        await backend.start()
+        await start(backend)
         try:
             yield backend
         finally:
