@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.docker import container, facts, images
+from agent_sandbox.backends.docker.admission import require_no_volume_within, require_possible
 from agent_sandbox.backends.docker.bridge import Bridges
 from agent_sandbox.backends.docker.building import Builder, begin, nonce_name
 from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, PRIVATE
@@ -72,7 +73,6 @@ from agent_sandbox.types import (
     Capabilities,
     EnvironmentInfo,
     HeldWorkspace,
-    LimitName,
     PreparedWorkspace,
     ResolvedImage,
     SandboxSpec,
@@ -218,41 +218,21 @@ class DockerBackend(GuestBackend):
         await self._create_over(id, spec, workspace.lowers)
 
     async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
-        self._check(id, spec)
+        if not _ID.fullmatch(id):
+            raise InvalidRequestError(f"{id!r} is not an environment id")
+        require_possible(spec, self.capabilities, self.name, allow_unenforced=self._settings.allow_unenforced)
         if len(layers) > MAX_LAYERS:
             raise InvalidRequestError(f"a workspace can have {MAX_LAYERS} layers, not {len(layers)}")
         if id in self._removals or await self._is_there(id):
             raise ConflictError(f"environment {id} exists already")
         await self._changes.alone(id, self._create(id, spec, layers))
 
-    def _check(self, id: str, spec: SandboxSpec) -> None:
-        if not _ID.fullmatch(id):
-            raise InvalidRequestError(f"{id!r} is not an environment id")
-        if spec.network not in self.capabilities.network:
-            reason = self.capabilities.notes.get("network", f"only {sorted(self.capabilities.network)} here")
-            raise UnsupportedError("network", self.name, reason)
-        limits: tuple[LimitName, ...] = ("cpus", "memory", "pids", "disk")
-        missing = [limit for limit in limits if limit not in self.capabilities.enforces]
-        if missing and not self._settings.allow_unenforced:
-            reason = self.capabilities.notes.get(missing[0], "not enforced here")
-            raise UnsupportedError(
-                f"limit {missing[0]}", self.name, f"{reason}; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
-            )
-        if spec.image == HOST and not spec.read_only_rootfs:
-            raise UnsupportedError("writable_rootfs", self.name, "the host image is the host's own /usr; name another")
-        if not spec.read_only_rootfs and not self._settings.allow_unenforced:
-            raise UnsupportedError(
-                "writable_rootfs",
-                self.name,
-                "the engine does not limit what it takes of its disk; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that",
-            )
-
     async def _create(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
         environment = self._places.environment(id)
         try:
             async with translated("creating the sandbox"):
                 image = await self._image(spec.image, spec.image_digest)
-                self._require_no_volume_within(spec.image, image)
+                require_no_volume_within(spec.image, image.config.volumes, self.name)
                 record = Record(
                     id,
                     spec,
@@ -267,14 +247,6 @@ class DockerBackend(GuestBackend):
         except BaseException:
             await settled(asyncio.ensure_future(self._undo(id)))
             raise
-
-    def _require_no_volume_within(self, name: str, image: images.Image) -> None:
-        found = container.misplaced_volume(image.config.volumes)
-        if found is not None:
-            reason = f"image {name!r} has one at {found[0]}, within {found[1]}: it would have no limit"
-            if found[1] == WORKSPACE:
-                reason += " and be in no snapshot"
-            raise UnsupportedError("image_volume", self.name, f"{reason}; build the image without it")
 
     async def _build(
         self, environment: Environment, record: Record, key: bytes, *, new: bool, other_layers: bool = False
