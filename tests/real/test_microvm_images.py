@@ -188,6 +188,7 @@ def test_debians_kernel_has_what_a_machine_needs(machine_dir: Path) -> None:
     kernel = MachineImages(machine_dir).kernel(Path("/bin/true"))
     assert kernel.version.endswith("-cloud-amd64")
     assert kernel.source.startswith(f"linux-image-{kernel.version}_")
+    assert kernel.image == kernel.vmlinux, "it is unpacked"
     order = [name.removesuffix(".ko") for name in kernel.modules]
     for before, after in (("virtio_ring", "virtio"), ("virtio", "virtio_mmio"), ("virtio_mmio", "virtio_blk")):
         assert order.index(before) < order.index(after)

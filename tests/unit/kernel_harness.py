@@ -35,11 +35,14 @@ ORDER = [
 ]
 
 
-def bzimage(version: str = VERSION, *, protocol: int = 0x20F, load: int = 0x7F, cut: int = 0) -> bytes:
-    """A kernel image of 1 setup sector and 64 bytes of code."""
-    image = bytearray(512 * 2 + 64)
+def bzimage(
+    version: str = VERSION, *, protocol: int = 0x20F, load: int = 0x7F, cut: int = 0, payload: bytes = b""
+) -> bytes:
+    """A kernel image of 1 setup sector and 64 bytes of code, then the packed kernel."""
+    image = bytearray(512 * 2 + 64) + payload + bytes(-len(payload) % 16)
     image[0x1F1] = 1
-    struct.pack_into("<I", image, 0x1F4, 4)
+    struct.pack_into("<I", image, 0x1F4, (len(image) - 1024) // 16)
+    struct.pack_into("<II", image, 0x248, 64, len(payload))
     image[0x1FE:0x200] = b"\x55\xaa"
     image[0x202:0x206] = b"HdrS"
     struct.pack_into("<H", image, 0x206, protocol)
@@ -107,3 +110,59 @@ def ar(members: Mapping[str, bytes]) -> bytes:
         packed += f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(content):<10}`\n".encode() + content
         packed += b"\n" * (len(content) % 2)
     return packed
+
+
+def elf_kernel(*, note: int = 18, machine: int = 62, size: int = 200_000) -> bytes:
+    """An ELF file with a note of the 32-bit entry, and content that packs."""
+    notes = struct.pack("<III", 4, 8, note) + b"Xen\0" + bytes(8)
+    header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    header += struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, 0x1000000, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    segment = struct.pack("<IIQQQQQQ", 4, 4, 120, 0, 0, len(notes), len(notes), 4)
+    body = b"".join(b"line %d of the kernel\n" % (number * number % 9973) for number in range(size // 20))
+    return header + segment + notes + body
+
+
+def sized(packed: bytes, kernel: bytes) -> bytes:
+    """A packed kernel with its size, as the kernel's build makes it."""
+    return packed + len(kernel).to_bytes(4, "little")
+
+
+def lz4(content: bytes, block: int = 1 << 20) -> bytes:
+    """Packed as ``lz4 -l`` would: greedy, every match that a table of four bytes finds."""
+    packed = b"\x02\x21\x4c\x18"
+    for start in range(0, len(content), block):
+        piece = _lz4_block(content[start : start + block])
+        packed += struct.pack("<I", len(piece)) + piece
+    return packed
+
+
+def _lz4_block(content: bytes) -> bytes:
+    packed, seen, at, pending = bytearray(), dict[bytes, int](), 0, 0
+    while at < len(content) - 12:
+        key = content[at : at + 4]
+        before, seen[key] = seen.get(key, -1), at
+        if before < 0 or at - before > 0xFFFF:
+            at += 1
+            continue
+        length = 4
+        while at + length < len(content) - 5 and content[before + length] == content[at + length]:
+            length += 1
+        _sequence(packed, content[pending:at], at - before, length)
+        at += length
+        pending = at
+    _sequence(packed, content[pending:], 0, 0)
+    return bytes(packed)
+
+
+def _sequence(packed: bytearray, literals: bytes, distance: int, length: int) -> None:
+    token = min(len(literals), 15) << 4 | (min(length - 4, 15) if distance else 0)
+    packed.append(token)
+    packed += _more(len(literals)) + literals
+    if distance:
+        packed += struct.pack("<H", distance) + _more(length - 4)
+
+
+def _more(length: int) -> bytes:
+    if length < 15:
+        return b""
+    return b"\xff" * ((length - 15) // 255) + bytes([(length - 15) % 255])

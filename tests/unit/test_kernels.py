@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import contextlib
 import gzip
 import lzma
 import os
@@ -12,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError
-from agent_sandbox.images.machine import MachineImages, bzimage, cpio, modules
+from agent_sandbox.images.machine import MachineImages, bzimage, cpio, modules, vmlinux
 from tests.unit import kernel_harness as harness
 from tests.unit.kernel_harness import ORDER, VERSION
 
@@ -98,6 +102,66 @@ def test_a_version_never_leads_out_of_its_directory(tmp_path: Path) -> None:
     path = tmp_path / "vmlinuz"
     path.write_bytes(harness.bzimage(version="6.1/../../x"))
     assert bzimage.read_version(path) == "6.1"
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda kernel: harness.sized(harness.lz4(kernel), kernel),
+        lambda kernel: harness.sized(lzma.compress(kernel), kernel),
+        gzip.compress,  # which has the size at its end
+        lambda kernel: harness.sized(bz2.compress(kernel), kernel),
+        lambda kernel: harness.sized(zstandard.ZstdCompressor().compress(kernel), kernel),
+    ],
+    ids=["lz4", "xz", "gzip", "bzip2", "zstd"],
+)
+def test_a_packed_kernel_is_unpacked_so_that_machines_boot_sooner(
+    machines: MachineImages, sandboxd: Path, vmlinuz: Path, tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    inner = harness.elf_kernel()
+    vmlinuz.write_bytes(harness.bzimage(payload=pack(inner)))
+    machines.prepare_kernel(vmlinuz, harness.write_modules(tmp_path / "modules"))
+    kernel = machines.kernel(sandboxd)
+    assert kernel.image == kernel.vmlinux
+    assert kernel.image.read_bytes() == inner
+    assert kernel.vmlinuz.read_bytes() == vmlinuz.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"packed by something new" * 9,
+        harness.sized(harness.lz4(harness.elf_kernel(note=17)), harness.elf_kernel()),
+        harness.sized(harness.lz4(harness.elf_kernel(machine=3)), harness.elf_kernel()),
+        harness.sized(harness.lz4(b"no ELF file" * 1000), b"no ELF file" * 1000),
+        harness.lz4(harness.elf_kernel())[:-1000],
+        harness.sized(harness.lz4(harness.elf_kernel())[:-1000], harness.elf_kernel()),
+        harness.sized(lzma.compress(harness.elf_kernel())[:-1000], harness.elf_kernel()),
+        b"\x02\x21\x4c\x18" + (3).to_bytes(4, "little") + b"\x00\x09\x00" + (9).to_bytes(4, "little"),
+        harness.sized(zstandard.ZstdCompressor().compress(harness.elf_kernel())[:-1000], harness.elf_kernel()),
+    ],
+    ids=["none", "unknown", "no entry", "32-bit", "no ELF", "no size", "lz4 cut", "xz cut", "lz4 odd", "zstd cut"],
+)
+def test_a_kernel_that_cannot_be_unpacked_is_booted_as_it_is(
+    machines: MachineImages, sandboxd: Path, vmlinuz: Path, tmp_path: Path, payload: bytes
+) -> None:
+    vmlinuz.write_bytes(harness.bzimage(payload=payload))
+    machines.prepare_kernel(vmlinuz, harness.write_modules(tmp_path / "modules"))
+    kernel = machines.kernel(sandboxd)
+    assert (kernel.vmlinux, kernel.image) == (None, kernel.vmlinuz)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=40), st.integers(1, 300)), max_size=12))
+def test_lz4_gives_back_what_was_packed(pieces: list[tuple[bytes, int]]) -> None:
+    content = b"".join(piece * times for piece, times in pieces)
+    assert vmlinux.unpack_lz4(harness.lz4(content, 10_000) + bytes(4), len(content)) == content
+
+
+@given(st.binary(max_size=300))
+def test_lz4_of_anything_gives_bytes_or_an_error(content: bytes) -> None:
+    with contextlib.suppress(ValueError, IndexError):
+        vmlinux.unpack_lz4(b"\x02\x21\x4c\x18" + len(content).to_bytes(4, "little") + content, 1000)
 
 
 # -- modules ---------------------------------------------------------------------------
