@@ -80,9 +80,9 @@ fn serve(booted: Booted) -> Result<(), String> {
         .enable_all()
         .build()
         .map_err(|error| format!("cannot start: {error}"))?;
-    let Booted { identity, config_drive, port, hostname, hosts, machine_id } = booted;
+    let Booted { identity, config_drive, port, hostname, hosts, machine_id, group } = booted;
     let machine = Rc::new(Machine {
-        group: Group::make()?,
+        group,
         config_drive,
         hostname,
         hosts,

@@ -7,10 +7,11 @@
 //! it stays behind in the initramfs when the root is switched. A step that fails ends the machine with its reason on the
 //! console; nothing is served from half a sandbox.
 
+use super::group::Group;
 use super::identity::Identity;
 use rustix::fs::{CWD, FileType, Gid, Mode, OFlags, Uid, chown, makedev, mknodat, symlink};
 use rustix::io::Errno;
-use rustix::mount::{MountFlags, mount, mount_bind, mount_move};
+use rustix::mount::{MountFlags, mount, mount_bind, mount_move, mount_remount};
 use rustix::process::{Resource, Rlimit, chdir, chroot, setrlimit};
 use std::ffi::{CStr, CString};
 use std::fs::{File, OpenOptions, create_dir_all, read_dir, read_to_string, remove_file, write};
@@ -29,6 +30,34 @@ const MAX_SHM: u64 = 64 * MIB;
 const PORT_NAME: &str = "sandboxd";
 const NEW: &str = "/newroot";
 const ASIDE: &str = "/aside";
+/// Where the daemon writes control groups.
+const GROUPS: &str = "/groups";
+/// The same as in a container.
+const MASKED: [&str; 22] = [
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/cmdline",
+    "/proc/diskstats",
+    "/proc/fs",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/key-users",
+    "/proc/keys",
+    "/proc/latency_stats",
+    "/proc/locks",
+    "/proc/partitions",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/sys/block",
+    "/sys/class/block",
+    "/sys/dev/block",
+    "/sys/devices/virtual/block",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+];
+const READ_ONLY: [&str; 4] = ["/proc/bus", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 /// What the machine's files under /etc are in the initramfs.
 const FILES: [&str; 3] = ["hostname", "hosts", "machine-id"];
 
@@ -45,6 +74,7 @@ pub struct Booted {
     pub hostname: File,
     pub hosts: File,
     pub machine_id: File,
+    pub group: Group,
 }
 
 /// Give the workspace to the sandbox user.
@@ -56,7 +86,7 @@ pub fn own_workspace(path: &str, uid: u32, gid: u32) -> Result<(), String> {
 /// Change the size of `/tmp`. Where more is in it already, it stays as it is until that is gone.
 pub fn resize_tmp(bytes: u64) -> Result<(), String> {
     let data = text(&format!("mode=1777,size={bytes}"))?;
-    match rustix::mount::mount_remount("/tmp", DATA, data) {
+    match mount_remount("/tmp", DATA, data) {
         Ok(()) | Err(Errno::INVAL) => Ok(()),
         Err(errno) => Err(format!("cannot resize /tmp: {errno}")),
     }
@@ -72,13 +102,23 @@ pub fn boot() -> Result<Booted, String> {
     let config_drive = open_drive(&drive("config")?)?;
     let identity = Identity::read(&config_drive)?;
     let port = open_port()?;
+    create_dir_all(GROUPS).map_err(|error| format!("{GROUPS}: {error}"))?;
+    attach("cgroup2", GROUPS, "cgroup2", QUIET, c"")?;
+    let group = Group::make(GROUPS)?;
     mount_root(&identity)?;
     mount_workspace()?;
     mount_devices(&identity)?;
     let files = FILES.map(file);
     let [hostname, hosts, machine_id] = files;
-    let booted =
-        Booted { config_drive, port, hostname: hostname?, hosts: hosts?, machine_id: machine_id?, identity };
+    let booted = Booted {
+        config_drive,
+        port,
+        hostname: hostname?,
+        hosts: hosts?,
+        machine_id: machine_id?,
+        group,
+        identity,
+    };
     switch_root()?;
     let failed = |what: &str, errno: Errno| format!("{what}: {errno}");
     for resource in [Resource::Nofile, Resource::Nproc] {
@@ -88,6 +128,7 @@ pub fn boot() -> Result<Booted, String> {
     }
     set_kernel(&booted.identity)?;
     raise_loopback().map_err(|errno| failed("the loopback interface", errno))?;
+    mask()?;
     Ok(booted)
 }
 
@@ -166,7 +207,11 @@ fn mount_root(identity: &Identity) -> Result<(), String> {
     attach(&root, NEW, "erofs", DATA | MountFlags::RDONLY, c"")?;
     attach("proc", &format!("{NEW}/proc"), "proc", QUIET, c"hidepid=2,gid=0")?;
     attach("sysfs", &format!("{NEW}/sys"), "sysfs", QUIET | MountFlags::RDONLY, c"")?;
-    attach("cgroup2", &format!("{NEW}/sys/fs/cgroup"), "cgroup2", QUIET, c"")?;
+    // What a command sees of control groups is its own, and only to look at.
+    let groups = format!("{NEW}/sys/fs/cgroup");
+    attach("tmpfs", &format!("{NEW}/sys/fs"), "tmpfs", QUIET, c"mode=0755,size=64k")?;
+    create_dir_all(&groups).map_err(|error| format!("{groups}: {error}"))?;
+    attach("cgroup2", &groups, "cgroup2", QUIET | MountFlags::RDONLY, c"")?;
     attach("tmpfs", &format!("{NEW}/run"), "tmpfs", QUIET, c"mode=0755,size=1m")?;
     let data = text(&format!("mode=1777,size={}", identity.tmp_bytes))?;
     attach("tmpfs", &format!("{NEW}/tmp"), "tmpfs", DATA, &data)
@@ -236,6 +281,7 @@ fn file(name: &str) -> Result<File, String> {
     // Not through a link, which would lead out of the new root.
     if std::fs::symlink_metadata(&shown).is_ok_and(|seen| seen.is_file()) {
         mount_bind(&own, &shown).map_err(|errno| failed(&errno))?;
+        narrow(&shown)?;
     }
     Ok(file)
 }
@@ -263,6 +309,33 @@ fn set_kernel(identity: &Identity) -> Result<(), String> {
     }
     // Inherited by supervisors, which the kernel then spares; a command raises its own.
     write("/proc/self/oom_score_adj", "-1000").map_err(|error| format!("oom_score_adj: {error}"))
+}
+
+/// Make a bind mount read-only, whatever it shows.
+fn narrow(place: &str) -> Result<(), String> {
+    mount_remount(place, MountFlags::BIND | MountFlags::RDONLY | QUIET, c"")
+        .map_err(|errno| format!("cannot narrow {place}: {errno}"))
+}
+
+/// Hide what tells of the machine and not of the sandbox.
+fn mask() -> Result<(), String> {
+    let failed = |place: &str, errno: Errno| format!("cannot hide {place}: {errno}");
+    for place in MASKED {
+        match std::fs::metadata(place) {
+            Err(_) => {}
+            Ok(there) if there.is_dir() => {
+                attach("tmpfs", place, "tmpfs", QUIET | MountFlags::RDONLY, c"mode=0555,size=4k")?;
+            }
+            Ok(_) => mount_bind("/dev/null", place).map_err(|errno| failed(place, errno))?,
+        }
+    }
+    for place in READ_ONLY {
+        if Path::new(place).exists() {
+            mount_bind(place, place).map_err(|errno| failed(place, errno))?;
+            narrow(place)?;
+        }
+    }
+    mount_remount("/sys/fs", QUIET | MountFlags::RDONLY, c"").map_err(|errno| failed("/sys/fs", errno))
 }
 
 fn raise_loopback() -> Result<(), Errno> {

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
-const ROOT: &str = "/sys/fs/cgroup";
+/// Where everybody sees it.
 pub const EVENTS: &[u8] = b"/sys/fs/cgroup/commands/memory.events";
 /// How long freezing may take: a process that the kernel is busy for freezes when that is over.
 const FREEZE_TIME: Duration = Duration::from_secs(5);
@@ -21,12 +21,12 @@ pub struct Group {
 }
 
 impl Group {
-    /// Make the group in the hierarchy that is mounted already.
-    pub fn make() -> Result<Group, String> {
+    /// Make the group in the hierarchy that is mounted on `root`.
+    pub fn make(root: &str) -> Result<Group, String> {
         let failed = |what: &str, error: &dyn std::fmt::Display| format!("control groups: {what}: {error}");
-        let control = format!("{ROOT}/cgroup.subtree_control");
+        let control = format!("{root}/cgroup.subtree_control");
         std::fs::write(&control, "+memory +pids").map_err(|error| failed(&control, &error))?;
-        let path = format!("{ROOT}/commands");
+        let path = format!("{root}/commands");
         std::fs::create_dir(&path).map_err(|error| failed(&path, &error))?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory =
