@@ -223,10 +223,20 @@ def _copy_data(src: int, dst: int) -> None:
             raise
         end = os.lseek(src, offset, os.SEEK_HOLE)
         while offset < end:
-            copied = os.copy_file_range(src, dst, end - offset, offset, offset)
+            copied = _copy_piece(src, dst, offset, end - offset)
             if copied == 0:
                 raise OSError(errno.EIO, "the disk template ended early")
             offset += copied
+
+
+def _copy_piece(src: int, dst: int, offset: int, count: int) -> int:
+    try:
+        return os.copy_file_range(src, dst, count, offset, offset)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # the two are on different file systems
+            raise
+    os.lseek(dst, offset, os.SEEK_SET)
+    return os.sendfile(dst, src, offset, count)
 
 
 def _mkfs(image: Path) -> None:
