@@ -314,7 +314,7 @@ class MicrovmBackend(GuestBackend):
     def _machine_spec(self, environment: Environment, record: Record) -> MachineSpec:
         kernel, spec = self._booted(), record.spec
         return MachineSpec(
-            kernel=kernel.vmlinuz,
+            kernel=kernel.image,
             initrd=kernel.initramfs,
             root=environment.root,
             workspace=environment.workspace,
