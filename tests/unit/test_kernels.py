@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError
+from agent_sandbox.images import tools
 from agent_sandbox.images.machine import MachineImages, bzimage, cpio, modules, vmlinux
 from tests.unit import kernel_harness as harness
 from tests.unit.kernel_harness import ORDER, VERSION
@@ -208,6 +209,69 @@ def test_a_module_cut_anywhere_gives_no_other_error() -> None:
     for cut in range(len(whole)):
         with pytest.raises(ValueError, match=r"ELF|module|section"):
             modules.parse_module(whole[:cut])
+
+
+# -- fetching --------------------------------------------------------------------------
+
+LISTED = "Package: linux-image-cloud-amd64\nDepends: linux-image-6.1.0-99-cloud-amd64 (= 6.1.200-1)\n"
+
+
+@pytest.fixture
+def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put scripts in the place of apt's two programs."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(tools, "PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+
+    def write(cache: str, get: str) -> None:
+        for name, script in (("apt-cache", cache), ("apt-get", get)):
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+
+    return write
+
+
+def test_the_newest_kernel_is_downloaded_by_apt(
+    machines: MachineImages, apt: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    harness.package(tmp_path / "linux-image-6.1.0-99-cloud-amd64_6.1.200-1_amd64.deb")
+    apt(f'echo "$@" > {tmp_path}/asked; printf "{LISTED}"', f'echo "$@" >> {tmp_path}/asked; cp {tmp_path}/*.deb .')
+    assert machines.prepare_kernel().source == "linux-image-6.1.0-99-cloud-amd64_6.1.200-1_amd64"
+    assert (tmp_path / "asked").read_text() == (
+        "show --no-all-versions linux-image-cloud-amd64\ndownload -q linux-image-6.1.0-99-cloud-amd64\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cache", "get", "why"),
+    [
+        ("echo 'E: No packages found' >&2; exit 100", "", "no package linux-image-cloud-amd64.*run apt-get update"),
+        ("echo 'Package: odd'", "", "does not say which kernel"),
+        ("echo 'Depends: linux-image-$(id) | linux-base, /etc'", "", "does not say which kernel"),
+        (
+            f'printf "{LISTED}"',
+            "echo 'E: 404 Not Found' >&2; exit 100",
+            "downloaded: E: 404 .*apt-get update",
+        ),
+        (f'printf "{LISTED}"', "exit 0", "left 0 packages"),
+        (f'printf "{LISTED}"', "ln -s /etc/passwd a.deb", "left 0 packages"),
+    ],
+    ids=["unknown", "no dependency", "odd dependency", "gone", "nothing", "a link"],
+)
+def test_what_apt_cannot_give_is_told_with_what_to_do(
+    machines: MachineImages, apt: Callable[[str, str], None], tmp_path: Path, cache: str, get: str, why: str
+) -> None:
+    apt(cache, get)
+    with pytest.raises(BackendError, match=why):
+        machines.prepare_kernel()
+    assert left(tmp_path / "machine") == []
+
+
+def test_without_apt_it_is_said_how_to_name_a_kernel(
+    machines: MachineImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "PATH", str(tmp_path / "nothing"))
+    with pytest.raises(BackendError, match=r"apt-cache is not installed; .*--kernel and --modules"):
+        machines.prepare_kernel()
 
 
 # -- preparing -------------------------------------------------------------------------
