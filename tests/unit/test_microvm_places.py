@@ -113,10 +113,11 @@ def test_the_images_content_stays_when_its_first_name_goes(environment: Environm
     content = tmp_path / "content.erofs"
     content.write_bytes(b"root")
     assert not environment.has_root()
-    environment.link_root(content)
+    environment.link_root(content, "sha256-content")
     content.unlink()
     assert environment.has_root()
     assert environment.root.read_bytes() == b"root"
+    assert environment.root_key() == "sha256-content"
 
 
 def test_the_process_is_known_by_its_start_and_gone_after_a_stop(environment: Environment) -> None:
@@ -151,3 +152,19 @@ def test_a_sockets_path_is_short_whatever_the_data_directorys(tmp_path: Path) ->
     longest = Places(deep, 0x7800_0000, "firecracker").environment("a" * 40)
     assert len(os.fsencode(longest.endpoint)) <= 107
     assert Places(deep, 0x7800_0000, "qemu").run != Places(tmp_path, 0x7800_0000, "qemu").run
+
+
+def test_a_kernel_stays_while_its_server_runs_whatever_becomes_of_its_place(tmp_path: Path) -> None:
+    places = Places(tmp_path / "data", 0x7800_0000, "qemu")
+    places.home.mkdir(parents=True)
+    files = [tmp_path / "vmlinuz", tmp_path / "initramfs"]
+    for name in ("old", "new"):
+        for file in files:
+            file.unlink(missing_ok=True)
+            file.write_text(f"{name} {file.name}")
+        kept = places.keep_kernel(name, *files)
+        assert places.keep_kernel(name, *files) == kept
+    for file in files:
+        file.unlink()
+    assert [path.read_text() for path in kept] == ["new vmlinuz", "new initramfs"]
+    assert sorted(kept[0].parent.iterdir()) == sorted(kept)

@@ -37,6 +37,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,7 +145,9 @@ class MicrovmBackend(GuestBackend):
         # Others of this server's backends run from skeletons of the host image: all that there are stay.
         self._images.prepare(in_use=set(self._places.data_dir.glob("images/host/*/rootfs")))
         self._machine_images.prepare()
-        self._kernel = self._machine_images.kernel(find_sandboxd(self._settings.sandboxd))
+        kernel = self._machine_images.kernel(find_sandboxd(self._settings.sandboxd))
+        image, initramfs = self._places.keep_kernel(kernel.name, kernel.image, kernel.initramfs)
+        self._kernel = replace(kernel, vmlinux=image, initramfs=initramfs)
 
     async def _let_go_on(self) -> None:
         """Let machines go on that a server had paused when it ended."""

@@ -8,6 +8,7 @@
     ├── config.img                          0600, the drive that tells the daemon its key (config_image.py)
     ├── root.erofs, root.key                the image's content: another name of the file that all have who share it
     └── workspace.img                       0600, the drive that the guest writes; never mounted on this host
+    DATA_DIR/<backend>/kernel/              names of the files that machines boot from, so that they stay
     DATA_DIR/<backend>/templates/           blank disks by size
     /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, which process it is, and whether it is held
     agent-sandbox-<here>/<id>               its control group, in the hierarchies that it needs
@@ -228,6 +229,7 @@ class Places:
         self.home = self.data_dir / backend
         self.environments = self.home / "env"
         self.templates = self.home / "templates"
+        self._kernels = self.home / "kernel"
         self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
         here = f"{self.instance}-{backend}"
         self.group = f"agent-sandbox-{here}"
@@ -249,6 +251,27 @@ class Places:
             directory.mkdir(mode=mode, exist_ok=True)
             directory.chmod(mode)
         self.ranges.prepare()
+
+    def keep_kernel(self, name: str, *files: Path) -> list[Path]:
+        """Give ``files`` of the kernel called ``name`` names here, and take those of others away; return the new ones.
+
+        So they stay, whatever another server has in the place that they come from.
+        """
+        self._kernels.mkdir(mode=0o700, exist_ok=True)
+        kept = [self._kernels / f"{name}-{file.name}" for file in files]
+        for old in self._kernels.iterdir():
+            if old not in kept or old.is_symlink():
+                old.unlink(missing_ok=True)
+        for place, file in zip(kept, files, strict=True):
+            if not place.exists():
+                try:
+                    place.hardlink_to(file)
+                except OSError as error:
+                    if error.errno not in (errno.EXDEV, errno.EMLINK):
+                        raise
+                    _write(place, file.read_bytes())
+                    place.chmod(0o644)
+        return kept
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
