@@ -240,3 +240,105 @@ impl Port {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    /// A port and the host's end of it.
+    fn port() -> (Port, UnixStream) {
+        let (inside, outside) = UnixStream::pair().unwrap();
+        inside.set_nonblocking(true).unwrap();
+        (Port::new(inside.into()).unwrap(), outside)
+    }
+
+    fn run(test: impl Future<Output = ()>) {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
+    }
+
+    async fn read(port: &Port) -> Vec<u8> {
+        let mut bytes = [0; 64];
+        loop {
+            port.readable().await.unwrap();
+            match port.try_read(&mut bytes) {
+                Ok(count) => return bytes[..count].to_vec(),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock),
+            }
+        }
+    }
+
+    #[test]
+    fn a_beginning_is_answered_and_the_next_one_ends_what_it_began() {
+        run(async {
+            let (port, mut host) = port();
+            host.write_all(b"left over").unwrap();
+            host.write_all(&[&MAGIC[..], &[1; NONCE], b"hello"].concat()).unwrap();
+            assert_eq!(port.begin().await.unwrap(), [1; NONCE]);
+            port.echo([1; NONCE]).await.unwrap();
+            let mut echo = [0; 32];
+            host.read_exact(&mut echo).unwrap();
+            assert_eq!(echo[..], [&MAGIC[..], &[1; NONCE]].concat());
+            assert_eq!(read(&port).await, b"hello");
+            assert_eq!(port.try_write_vectored(&[IoSlice::new(b"a"), IoSlice::new(b"bc")]).unwrap(), 3);
+            host.write_all(&[b"half", &MAGIC[..], &[2; NONCE], b"again"].concat()).unwrap();
+            assert_eq!(read(&port).await, b"");
+            // What the earlier connection still had to say is not said into the next.
+            let refused = port.try_write_vectored(&[IoSlice::new(b"late")]).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::BrokenPipe);
+            assert_eq!(port.begin().await.unwrap(), [2; NONCE]);
+            assert_eq!(read(&port).await, b"again");
+            host.set_nonblocking(true).unwrap();
+            let mut said = [0; 64];
+            assert_eq!(host.read(&mut said).unwrap(), 3);
+        });
+    }
+
+    #[test]
+    fn a_connection_that_ended_by_itself_is_over() {
+        run(async {
+            let (port, mut host) = port();
+            host.write_all(&[&MAGIC[..], &[1; NONCE], b"something"].concat()).unwrap();
+            port.begin().await.unwrap();
+            host.write_all(&[&b" wrong"[..], &MAGIC[..], &[2; NONCE]].concat()).unwrap();
+            assert_eq!(port.begin().await.unwrap(), [2; NONCE]);
+        });
+    }
+
+    #[test]
+    fn a_host_that_takes_nothing_is_waited_for() {
+        run(async {
+            let (port, mut host) = port();
+            host.write_all(&[&MAGIC[..], &[1; NONCE]].concat()).unwrap();
+            port.begin().await.unwrap();
+            let piece = vec![7; BURST];
+            let mut written = 0;
+            let blocked = loop {
+                match port.try_write_vectored(&[IoSlice::new(&piece)]) {
+                    Ok(count) => written += count,
+                    Err(error) => break error.kind(),
+                }
+            };
+            assert_eq!(blocked, ErrorKind::WouldBlock);
+            let mut seen = vec![0; written];
+            host.read_exact(&mut seen).unwrap();
+            port.writable().await.unwrap();
+            assert!(port.try_write_vectored(&[IoSlice::new(&piece)]).unwrap() > 0);
+        });
+    }
+
+    #[test]
+    fn a_host_that_has_gone_for_good_is_noticed() {
+        run(async {
+            let (port, mut host) = port();
+            host.write_all(&[&MAGIC[..], &[1; NONCE]].concat()).unwrap();
+            port.begin().await.unwrap();
+            drop(host);
+            tokio::select! {
+                () = port.abandoned() => {}
+                () = async { loop { let _ = port.try_read(&mut [0; 8]); port.readable().await.unwrap(); } } => {}
+            }
+        });
+    }
+}

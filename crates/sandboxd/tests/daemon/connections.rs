@@ -118,6 +118,16 @@ fn a_socket_that_was_handed_in_cannot_be_made_again() {
 }
 
 #[test]
+fn what_is_a_machines_is_nobody_elses() {
+    let host = Host::start();
+    let mut client = host.connect();
+    for op in ["sys.freeze", "sys.thaw"] {
+        assert_eq!(client.call(op, &Args::new()).end.error(), "unsupported");
+    }
+    assert_eq!(client.call("sys.info", &Args::new()).end.error(), "");
+}
+
+#[test]
 fn a_wrong_key_is_refused() {
     let host = Host::start();
     let mut client = host.knock();
