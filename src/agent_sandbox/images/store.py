@@ -79,12 +79,13 @@ class ImageInfo:
 class ImageRoot:
     """Where an image's content is, and which host directories are to be shown in it read-only, in order.
 
-    ``env`` is the image's part of every command's environment.
+    ``env`` is the image's part of every command's environment. ``file_bytes`` are in its files, where that is known.
     """
 
     rootfs: Path
     binds: tuple[tuple[Path, str], ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    file_bytes: int = 0
 
 
 class ImageStore:
@@ -151,7 +152,8 @@ class ImageStore:
         rootfs = self._home(digest) / "rootfs"
         if not rootfs.is_dir():
             raise NotFoundError(f"the image {name!r} ({digest}) is no longer there; import it again")
-        return ImageRoot(rootfs, env=self._info(name, digest).config.env)
+        info = self._info(name, digest)
+        return ImageRoot(rootfs, env=info.config.env, file_bytes=info.file_bytes)
 
     def inspect(self, reference: str) -> ImageInfo:
         """Everything known of one image. Errors as of :meth:`resolve`."""

@@ -77,7 +77,7 @@ class Roots:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._host_lock = threading.Lock()
-        self._host: tuple[object, str] = (None, "")
+        self._host: tuple[object, _HostState] = (None, _HostState("", 0))
 
     def sweep(self) -> None:
         """Clear what killed builders left."""
@@ -85,10 +85,10 @@ class Roots:
 
     def open(self, image: ImageRoot, digest: str, progress: Progress) -> MachineRoot:
         """The root file system of an image, made when there is none yet. See :meth:`MachineImages.rootfs`."""
-        key = self.key(image, digest)
+        key, total = self._key(image, digest)
         path = self._directory / f"{key}.erofs"
         if not erofs.is_whole(path, key):
-            self._make(path, key, image, digest, _Told(key, progress))
+            self._make(path, key, image, digest, _Told(key, total, progress))
         return MachineRoot(path, key)
 
     def remove(self, digest: str) -> None:
@@ -96,17 +96,17 @@ class Roots:
         if _DIGEST.fullmatch(digest):
             (self._directory / f"{digest.replace(':', '-')}.erofs").unlink(missing_ok=True)
 
-    def key(self, image: ImageRoot, digest: str) -> str:
-        """The name of an image's content here. Of the host's, it takes a second or so when the host has changed."""
+    def _key(self, image: ImageRoot, digest: str) -> tuple[str, int]:
+        """The name of an image's content here, and its bytes. Takes a second or so when the host has changed."""
         if digest:
             if not _DIGEST.fullmatch(digest):
                 raise ValueError(f"no digest of an image: {digest!r}")
-            return digest.replace(":", "-")
+            return digest.replace(":", "-"), image.file_bytes
         with self._host_lock, _explained():
             seen = (image, _marks(image))
             if self._host[0] != seen:
-                self._host = (seen, f"host-{_fingerprint(image)}")
-            return self._host[1]
+                self._host = (seen, _look(image))
+            return self._host[1].key, self._host[1].file_bytes
 
     def _make(self, path: Path, key: str, image: ImageRoot, digest: str, told: _Told) -> None:
         with _explained(), files.building(self._directory, told.waiting):
@@ -118,7 +118,7 @@ class Roots:
 
             def tick(read: int, written: int) -> None:
                 room.check()
-                told.progress("root", written, 0)
+                told.written(written)
 
             _log.info("image %s: making its root file system for microVMs", key)
             with files.aside(self._directory) as new:
@@ -127,7 +127,7 @@ class Roots:
                 except InvalidRequestError:
                     _require(image)
                     raise
-                if not digest and key != f"host-{_fingerprint(image)}":
+                if not digest and key != _look(image).key:
                     raise ConflictError("this host's programs changed while their image was made; try again")
                 new.chmod(0o644)
                 files.sync(new)
@@ -153,13 +153,13 @@ class Roots:
 class _Told:
     """Passes progress on, and now and then to the log."""
 
-    def __init__(self, key: str, progress: Progress) -> None:
-        self._key, self._progress = key, progress
+    def __init__(self, key: str, total: int, progress: Progress) -> None:
+        self._key, self._total, self._progress = key, total, progress
         self._logged = time.monotonic()
 
-    def progress(self, phase: str, done: int, total: int) -> None:
-        self._progress(phase, done, total)
-        self._log("%d MiB written", done >> 20)
+    def written(self, done: int) -> None:
+        self._progress("root", min(done, self._total) if self._total else done, self._total)
+        self._log("%d of %d MiB written", done >> 20, self._total >> 20)
 
     def waiting(self) -> None:
         self._progress("wait", 0, 0)
@@ -187,8 +187,17 @@ def _marks(image: ImageRoot) -> list[tuple[str, int]]:
     return found
 
 
-def _fingerprint(image: ImageRoot) -> str:
-    """Of all that the image shows of this host: everything about each file but its content."""
+@dataclass(frozen=True, slots=True)
+class _HostState:
+    """The host's programs as they are at a time."""
+
+    key: str
+    file_bytes: int
+
+
+def _look(image: ImageRoot) -> _HostState:
+    """Look at all that the image shows of this host: everything about each file but its content."""
+    total = 0
     whole = hashlib.sha256(b"agent-sandbox host root 1\n" + os.fsencode(image.rootfs.parent.name))
     covered = {inside for _, inside in image.binds}
     for source, inside in image.binds:
@@ -205,8 +214,10 @@ def _fingerprint(image: ImageRoot) -> str:
             )
             for name in sorted(names) + directories:
                 with contextlib.suppress(FileNotFoundError):
-                    whole.update(_record(name, os.lstat(name, dir_fd=descriptor)))
-    return whole.hexdigest()[:32]
+                    state = os.lstat(name, dir_fd=descriptor)
+                    total += state.st_size if stat.S_ISREG(state.st_mode) else 0
+                    whole.update(_record(name, state))
+    return _HostState(f"host-{whole.hexdigest()[:32]}", total)
 
 
 def _record(name: bytes, state: os.stat_result) -> bytes:
