@@ -86,6 +86,15 @@ class ResolvedImage:
 
 
 @dataclass(frozen=True, slots=True)
+class ImagePull:
+    """An image that is being fetched: bytes that came and, as far as they are known yet, bytes that there are."""
+
+    image: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What one backend can do on this machine; also public JSON at ``GET /v1/backends``.
 

@@ -120,6 +120,41 @@ async def test_a_pull_that_fails_says_how_to_bring_the_image(sock: Path) -> None
             await images.find(engine, "x", "x86_64", "docker")
 
 
+async def test_a_pull_is_told_while_it_goes_on(sock: Path) -> None:
+    """The registry has sent a part: whoever waits for the image can ask how far it is."""
+    missing, found = {"message": "No such image: x"}, {"Id": "sha256:1", "Os": "linux", "Architecture": "amd64"}
+    sizes = [{"id": layer, "status": "Downloading", "progressDetail": {"current": 10, "total": 40}} for layer in "ab"]
+    begun = "".join(json.dumps(line) + "\n" for line in sizes).encode()
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+    answers = [reply(missing, "404 Not Found"), None, reply(found)]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        answer = answers.pop(0)
+        if answer is None:
+            answer = b"%x\r\n%s\r\n" % (len(begun), begun)
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + answer)
+            await writer.drain()
+            arrived.set()
+            await go_on.wait()
+            answer = b"0\r\n\r\n"
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, str(sock))
+    engine, pulls = Engine(f"unix://{sock}"), images.Pulls()
+    finding = asyncio.create_task(images.find(engine, "x", "x86_64", "docker", pulls))
+    await arrived.wait()
+    while [(pull.image, pull.done_bytes, pull.total_bytes) for pull in pulls.told()] != [("x", 20, 80)]:
+        await asyncio.sleep(0.01)
+    go_on.set()
+    assert (await finding).id == "sha256:1"
+    assert pulls.told() == []
+    await engine.close()
+    server.close()
+
+
 async def test_a_digest_that_has_gone_is_not_pulled_as_something_else(sock: Path) -> None:
     async with answering(sock, reply({"message": "No such image"}, "404 Not Found")) as engine:
         with pytest.raises(NotFoundError, match="no image"):

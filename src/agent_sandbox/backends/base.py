@@ -45,6 +45,7 @@ from agent_sandbox.types import (
     FileEntry,
     GuestStats,
     HeldWorkspace,
+    ImagePull,
     PreparedWorkspace,
     ResolvedImage,
     SandboxSpec,
@@ -123,6 +124,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def resolve_image(self, name: str) -> ResolvedImage:
         """Name the content behind an image, so that later environments get the same. :class:`NotFoundError` else."""
+
+    def pulls(self) -> Sequence[ImagePull]:
+        """The images that calls under way wait for at this moment, which may take minutes."""
+        return ()
 
     @abc.abstractmethod
     async def create(self, id: str, spec: SandboxSpec) -> None:

@@ -16,13 +16,14 @@ import typer
 
 from agent_sandbox.cli import copying, interactive, options, output, pulling, signals, writing_back
 from agent_sandbox.cli.connection import connect
+from agent_sandbox.cli.waiting import fetching_told
 from agent_sandbox.errors import ConflictError, NotFoundError, SandboxError
 from agent_sandbox.types import WORKSPACE
 
 if TYPE_CHECKING:
     from agent_sandbox.cli.packing import Sent
     from agent_sandbox.cli.pulling import Pull
-    from agent_sandbox.client import ExecOutputEvent, Execution, Sandbox, Terminal
+    from agent_sandbox.client import ExecOutputEvent, Execution, Sandbox, SandboxClient, Terminal
 
 TTL_SLACK_SECONDS = 60
 """A one-shot sandbox lives this much longer than its command may: time to create, report and destroy."""
@@ -93,7 +94,8 @@ def run(
         with (
             connect() as client,
             signals.owning(
-                lambda: client.create(
+                lambda: _create(
+                    client,
                     image,
                     cpus=cpus,
                     memory_mb=memory,
@@ -130,6 +132,11 @@ def run(
         if pulls:
             code = writing_back.settle(pulls, code, yes=yes, result=result if as_json else None)
     raise typer.Exit(code)
+
+
+def _create(client: SandboxClient, image: str | None, **options: Any) -> Sandbox:
+    with fetching_told(client, image):
+        return client.create(image, **options)
 
 
 def exec_(

@@ -10,6 +10,7 @@ import typer
 
 from agent_sandbox.cli import completion, exit_codes, options, output
 from agent_sandbox.cli.connection import connect
+from agent_sandbox.cli.waiting import fetching_told
 from agent_sandbox.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def create(
 
     With --from its workspace begins as a state; everything else is as the other options say.
     """
-    with connect() as client:
+    with connect() as client, fetching_told(client, image):
         sandbox = client.create(
             image,
             cpus=cpus,

@@ -187,4 +187,5 @@ def _id(snapshot: models.Snapshot | str) -> str:
 
 def _backend(data: Mapping[str, Any]) -> models.Backend:
     known = models.BackendCapabilities.from_json(data.get("capabilities", {}))
-    return models.Backend.from_json({**data, "capabilities": known})
+    pulls = [models.ImagePull.from_json(pull) for pull in data.get("pulls", ())]
+    return models.Backend.from_json({**data, "capabilities": known, "pulls": pulls})

@@ -438,7 +438,7 @@ class Manager(Commands, Files, Projects):
             except TimeoutError:
                 message = f"no answer within {_PING_SECONDS:g} seconds"
             is_default, known = name == self._fleet.default, backend.capabilities
-            return BackendStatus(name, is_default, known, not message, message, backend.versions)
+            return BackendStatus(name, is_default, known, not message, message, backend.versions, backend.pulls())
 
         return list(await asyncio.gather(*(describe(name, backend) for name, backend in self._fleet.backends.items())))
 

@@ -16,13 +16,21 @@ import math
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from agent_sandbox.errors import BackendError
 from agent_sandbox.manager.lifecycle import STORED_STATES, SandboxState
-from agent_sandbox.types import Capabilities, EnvironmentInfo, ExecExit, GuestStats, NetworkPolicy, SandboxSpec
+from agent_sandbox.types import (
+    Capabilities,
+    EnvironmentInfo,
+    ExecExit,
+    GuestStats,
+    ImagePull,
+    NetworkPolicy,
+    SandboxSpec,
+)
 
 SANDBOX_VERSION = 3
 """2: with ``latest_at`` and ``metadata``; 3: with ``project``, ``source``, ``commit``, ``commit_bytes``, ``parked``."""
@@ -134,7 +142,7 @@ class SandboxStats:
 class BackendStatus:
     """One configured backend, as ``GET /v1/backends`` shows it; ``message`` says what to do when it is not healthy.
 
-    ``versions`` are those of what it runs on.
+    ``versions`` are those of what it runs on, ``pulls`` the images that are being fetched.
     """
 
     name: str
@@ -143,6 +151,7 @@ class BackendStatus:
     healthy: bool
     message: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    pulls: Sequence[ImagePull] = ()
 
 
 def new_id(prefix: str) -> str:

@@ -499,10 +499,20 @@ class BackendCapabilities(_Reply):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImagePull(_Reply):
+    """An image that is being fetched. ``total_bytes`` grows while the sizes of its layers become known."""
+
+    image: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Backend(_Reply):
     """One backend of the server; ``message`` says what is wrong when it is not healthy.
 
-    ``versions`` are those of what it runs on, such as its runtime.
+    ``versions`` are those of what it runs on, such as its runtime; ``pulls`` are images that it fetches at this moment
+    because a sandbox that is being created needs them.
     """
 
     name: str
@@ -511,6 +521,7 @@ class Backend(_Reply):
     message: str
     capabilities: BackendCapabilities
     versions: dict[str, str] = field(default_factory=dict)
+    pulls: list[ImagePull] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

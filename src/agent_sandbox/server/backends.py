@@ -26,6 +26,10 @@ async def list_backends(request: Request) -> Response:
             message=one.message,
             capabilities=views.capabilities(one.capabilities),
             versions=dict(one.versions),
+            pulls=[
+                models.ImagePull(image=pull.image, done_bytes=pull.done_bytes, total_bytes=pull.total_bytes)
+                for pull in one.pulls
+            ],
         )
         for one in described
     ]

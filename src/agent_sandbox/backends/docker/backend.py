@@ -73,6 +73,7 @@ from agent_sandbox.types import (
     Capabilities,
     EnvironmentInfo,
     HeldWorkspace,
+    ImagePull,
     PreparedWorkspace,
     ResolvedImage,
     SandboxSpec,
@@ -116,6 +117,7 @@ class DockerBackend(GuestBackend):
         self._containers = Containers(self._engine, self.instance)
         self._network = Network(self._engine, settings.network_name)
         self._bridges = Bridges(self._engine)
+        self._pulls = images.Pulls()
         self._templates = Templates(self._places.templates)
         self._host = HostOnEngine(
             self._engine, self._places.home / "host", self._places.run / "host", *settings.sandbox_ids()
@@ -197,9 +199,12 @@ class DockerBackend(GuestBackend):
                 f"there is no image 'host' here, since {self._facts.not_shared}: name one of the Docker engine's, or "
                 "set AGENT_SANDBOX_DEFAULT_IMAGE"
             )
-        image = await images.find(self._engine, name, self._facts.machine, self.name)
+        image = await images.find(self._engine, name, self._facts.machine, self.name, self._pulls)
         images.refuse_by_id(name, image, self._settings.allowed_images)
         return ResolvedImage(name, image.id, True, image.config.env)
+
+    def pulls(self) -> list[ImagePull]:
+        return self._pulls.told()
 
     async def _image(self, name: str, digest: str = "") -> images.Image:
         """What an environment is made from: the content that was resolved, which has to be there still."""

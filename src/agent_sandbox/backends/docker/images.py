@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +27,7 @@ from agent_sandbox.errors import (
 from agent_sandbox.images import ImageConfig
 from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.images.image_config import parse_config
+from agent_sandbox.types import ImagePull
 
 _log = logging.getLogger(__name__)
 
@@ -52,9 +53,31 @@ class Image:
     tags: tuple[str, ...] = ()
 
 
-async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
+class Pulls:
+    """What is being pulled at this moment."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[object, tuple[str, dict[str, tuple[int, int]]]] = {}
+
+    @contextmanager
+    def begun(self, name: str) -> Iterator[dict[str, tuple[int, int]]]:
+        """Count a pull while the block runs; what it gives is to be filled: bytes done and in all, by layer."""
+        token, layers = object(), dict[str, tuple[int, int]]()
+        self._under_way[token] = (name, layers)
+        try:
+            yield layers
+        finally:
+            del self._under_way[token]
+
+    def told(self) -> list[ImagePull]:
+        """How far each is."""
+        return [ImagePull(name, *_sums(layers)) for name, layers in self._under_way.values()]
+
+
+async def find(engine: Engine, name: str, machine: str, backend: str, pulls: Pulls | None = None) -> Image:
     """The image that ``name`` (a tag, a digest or an id) has now, pulled when the engine has none.
 
+    ``pulls`` tells of it meanwhile.
     ``machine`` is the engine's architecture. :class:`NotFoundError` when there is none anywhere,
     :class:`UnsupportedError` for one of another architecture.
     """
@@ -63,7 +86,8 @@ async def find(engine: Engine, name: str, machine: str, backend: str) -> Image:
     except NotFoundError:
         if name.startswith("sha256:"):
             raise
-    await pull(engine, name)
+    with (pulls or Pulls()).begun(name) as layers:
+        await pull(engine, name, layers)
     return await inspect(engine, name, machine, backend)
 
 
@@ -101,11 +125,13 @@ def refuse_by_id(name: str, image: Image, allowed: Sequence[str]) -> None:
         )
 
 
-async def pull(engine: Engine, name: str) -> None:
-    """Have the engine fetch an image; the log tells how far it is. :class:`NotFoundError` when no registry has it."""
+async def pull(engine: Engine, name: str, layers: dict[str, tuple[int, int]]) -> None:
+    """Have the engine fetch an image; ``layers`` and the log tell how far it is.
+
+    :class:`NotFoundError` when no registry has it.
+    """
     reference = name if "@" in name or ":" in name.rpartition("/")[2] else f"{name}:latest"
     _log.info("image %s: pulling", reference)
-    layers: dict[str, tuple[int, int]] = {}
     told = time.monotonic()
     try:
         async with aclosing(engine.lines("/images/create", _STALLED_SECONDS, fromImage=reference)) as lines:
@@ -125,8 +151,12 @@ async def pull(engine: Engine, name: str) -> None:
 
 def progress(layers: Mapping[str, tuple[int, int]]) -> str:
     """How far a pull is, in words, from the bytes that have come and that there are, by layer."""
-    done, total = (sum(column) for column in zip(*layers.values(), strict=True)) if layers else (0, 0)
+    done, total = _sums(layers)
     return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB in {len(layers)} layers"
+
+
+def _sums(layers: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    return sum(done for done, _ in layers.values()), sum(total for _, total in layers.values())
 
 
 def _count(layers: dict[str, tuple[int, int]], line: Mapping[str, Any]) -> None:
