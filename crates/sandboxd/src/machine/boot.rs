@@ -303,6 +303,8 @@ fn set_kernel(identity: &Identity) -> Result<(), String> {
         ("net/ipv4/ip_unprivileged_port_start", "0".to_string()),
         ("net/ipv4/ping_group_range", format!("{gid} {gid}")),
         ("kernel/dmesg_restrict", "1".to_string()),
+        // What is too much says the control group, when it is used; not the machine's size, when it is asked for.
+        ("vm/overcommit_memory", "1".to_string()),
     ] {
         let path = Path::new("/proc/sys").join(name);
         write(&path, value).map_err(|error| format!("{}: {error}", path.display()))?;
