@@ -20,7 +20,6 @@ pytestmark = pytest.mark.real
 
 COUNTER = ["/bin/sh", "-c", "n=0; while :; do n=$((n+1)); echo $n; echo $n >> at; sleep 0.2; done"]
 SECONDS = 120.0
-SIZE = {"memory_mb": 64, "disk_mb": 64}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def clock(sandbox: Sandbox) -> float:
 
 
 def test_a_counter_goes_on_after_a_rollback_and_in_three_forks(server: Served) -> None:
-    with server.client() as client, client.create(backend="qemu", **SIZE) as sandbox:
+    with server.client() as client, client.create(backend="qemu", memory_mb=64, disk_mb=64) as sandbox:
         command = counting(sandbox)
         sandbox.exec("echo in memory > /tmp/t")
         before = numbers(sandbox, command.id)
@@ -111,7 +110,7 @@ def test_a_counter_goes_on_after_a_rollback_and_in_three_forks(server: Served) -
 
 
 def test_a_snapshot_goes_on_only_in_the_machine_that_it_was_taken_of(server: Served) -> None:
-    with server.client() as client, client.create(backend="qemu", **SIZE) as sandbox:
+    with server.client() as client, client.create(backend="qemu", memory_mb=64, disk_mb=64) as sandbox:
         sandbox.write_file("/workspace/f", b"kept")
         snapshot = sandbox.snapshot(memory=True)
         with pytest.raises(ConflictError, match="another size of memory"):
@@ -139,7 +138,7 @@ STEPS: dict[str, Callable[[pathlib.Path], object]] = {
 
 def test_a_server_that_is_killed_while_it_keeps_memory(server: Served) -> None:
     with server.client() as client:
-        sandbox = client.create(backend="qemu", timeout_seconds=3000, **SIZE)
+        sandbox = client.create(backend="qemu", timeout_seconds=3000, memory_mb=64, disk_mb=64)
         command = counting(sandbox)
         place = server.data / "checkpoints"
 
