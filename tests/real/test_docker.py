@@ -192,6 +192,7 @@ def layout(tmp_path: Path) -> Path:
         "Env": ["FROM_IMAGE=yes", "PATH=/bin"],
         "Volumes": {"/data": {}, "/workspace": {}, "/tmp/cache": {}, "/run/tool": {}},
         "WorkingDir": "/nowhere",
+        "Labels": {"traefik.enable": "true", "io.agent-sandbox.id": "another"},
         "Healthcheck": {"Test": ["CMD", "/bin/false"], "Interval": 1_000_000_000},
     }
     daemon = Path(_daemon()).read_bytes()
@@ -238,6 +239,8 @@ async def test_an_image_is_pulled_pinned_and_its_own_wishes_are_not_obeyed(maker
         assert await made.shell("id -u; echo $FROM_IMAGE; pwd; cat /data/lower") == "1000\nyes\n/workspace\nlower\n"
         assert (await made.run("echo x > /data/lower")).status != 0  # its volume has no limit, so it is read-only
         assert (await made.run("echo x > /new")).status != 0
+        labels = json.loads(docker(maker.host, "inspect", "--format", "{{json .Config.Labels}}", f"asb-{made.id}"))
+        assert (labels["traefik.enable"], labels["io.agent-sandbox.id"]) == ("", made.id)
         mounted = [
             line.split() for line in (await made.shell("echo x > /tmp/cache/x; cat /proc/self/mounts")).splitlines()
         ]

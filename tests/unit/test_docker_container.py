@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tarfile
 from io import BytesIO
@@ -110,6 +111,13 @@ def test_a_volume_that_an_engine_adds_is_seen() -> None:
         {"Type": "volume", "Name": "2a98cd", "Destination": "/more"},
     ]
     assert container.unasked_volumes({"Mounts": mounts}) == ["/more"]
+
+
+def test_labels_of_the_image_say_nothing_any_more() -> None:
+    """A proxy or an updater on the engine's host obeys labels, and a container has those of its image."""
+    image_labels = ("traefik.http.routers.x.rule", "io.agent-sandbox.id")
+    made = body(layout=dataclasses.replace(LAYOUT, image_labels=image_labels))
+    assert made["Labels"] == {**body()["Labels"], "traefik.http.routers.x.rule": ""}
 
 
 def test_no_secret_is_in_it() -> None:

@@ -246,6 +246,7 @@ class DockerBackend(GuestBackend):
                     dict(image.config.env),
                     image.config.volumes,
                     layers,
+                    image_labels=image.labels,
                 )
                 key = await self._thread(environment.reserve, record)
                 await self._build(environment, record, key, new=True)

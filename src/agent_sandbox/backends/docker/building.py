@@ -151,6 +151,7 @@ class Builder:
             tmpfs=tmpfs,
             pids_on_host=not self._facts.is_gvisor,
             masked=self._masked,
+            image_labels=record.image_labels,
         )
         return container.container(record.id, record.spec, layout, self._seccomp)
 
@@ -164,7 +165,7 @@ class Builder:
             Mount("volume", f"{PREFIX}{id}-daemon", DELIVERED),
             container.workspace_mount("volume", PREFIX + id),
         )
-        body = container.messenger(id, record.image_id, self._instance, mounts)
+        body = container.messenger(id, record.image_id, self._instance, mounts, record.image_labels)
         cid = await self._containers.create(f"{id}{container.SETUP}", body)
         daemon = await self._thread(self._sandboxd.read_bytes)
         packed = await self._thread(archive, [("sandboxd", 0o755, daemon), ("config", 0o600, config)])

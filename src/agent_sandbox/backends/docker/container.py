@@ -3,7 +3,8 @@
 The rules
 ---------
 * Nothing secret goes in: no value of the sandbox's environment, no key. The engine shows the body to all its users.
-* The image's entrypoint, command, user and health check are replaced. Its volumes would be writable and without a
+* The image's entrypoint, command, user and health check are replaced, and each of its labels is emptied: a proxy or an
+  updater on the engine's host would do what they say with the sandbox. Its volumes would be writable and without a
   limit, so each becomes one that is read-only and shows what the image has there; below ``/tmp`` and ``/run``, which
   are memory, an empty one of memory. An engine makes one for each path that has no mount of exactly that name, so one
   within a mount of the sandbox's own, the workspace above all, is refused.
@@ -92,7 +93,8 @@ class Layout:
 
     ``daemon_args`` is the daemon's argv; ``network`` the name of a network, or ``none``; ``mounts`` come beside the
     image's volumes, whose paths are ``volumes``; ``runtime`` is empty for the engine's own choice; ``tmpfs`` are more
-    of them, with their options; ``masked`` are more paths that nobody is to see.
+    of them, with their options; ``masked`` are more paths that nobody is to see; ``image_labels`` are the names of the
+    image's labels.
     """
 
     image_id: str
@@ -105,6 +107,7 @@ class Layout:
     tmpfs: Mapping[str, str] | None = None
     pids_on_host: bool = True
     masked: tuple[str, ...] = ()
+    image_labels: tuple[str, ...] = ()
 
 
 def labels(id: str, instance: str) -> dict[str, str]:
@@ -131,7 +134,7 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
         "Entrypoint": list(layout.daemon_args),
         "Cmd": [],
         "Env": [],
-        "Labels": marks,
+        "Labels": {**dict.fromkeys(layout.image_labels, ""), **marks},
         "Healthcheck": {"Test": ["NONE"]},
         "StopSignal": "SIGKILL",
         "HostConfig": {
@@ -159,7 +162,9 @@ def container(id: str, spec: SandboxSpec, layout: Layout, seccomp: Mapping[str, 
     }
 
 
-def messenger(id: str, image_id: str, instance: str, mounts: Sequence[Mount]) -> dict[str, Any]:
+def messenger(
+    id: str, image_id: str, instance: str, mounts: Sequence[Mount], image_labels: Sequence[str] = ()
+) -> dict[str, Any]:
     """The body of a container that is never started: what is uploaded to it lands in its volumes."""
     marks = labels(id, instance)
     return {
@@ -167,7 +172,7 @@ def messenger(id: str, image_id: str, instance: str, mounts: Sequence[Mount]) ->
         "Entrypoint": ["/nothing"],
         "Cmd": [],
         "User": "0:0",
-        "Labels": marks,
+        "Labels": {**dict.fromkeys(image_labels, ""), **marks},
         "HostConfig": {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],

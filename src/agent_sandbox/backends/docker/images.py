@@ -20,6 +20,7 @@ from agent_sandbox.errors import (
     BackendError,
     ForbiddenError,
     InvalidRequestError,
+    LimitExceededError,
     NotFoundError,
     SandboxError,
     UnsupportedError,
@@ -40,17 +41,20 @@ _NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._@:\[\]-]*(/[A-Za-z0-9][A-Za-z0-9._
 _SHORT_ID = re.compile(r"[0-9a-f]{1,64}")
 _NAME_BYTES = 512
 """A path has 255 at most, a digest 71, a registry's name 253."""
+_LABELS, _LABELS_BYTES = 1000, 64 << 10
+"""Images have a handful; their names are in each sandbox's record."""
 _SAME = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386", "i386": "386"}
 """The kernel's names of architectures (uname(2)) by those of images (Go's)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image of the engine; ``tags`` are the names that lead to it there."""
+    """One image of the engine; ``tags`` are the names that lead to it there, ``labels`` the names of its labels."""
 
     id: str
     config: ImageConfig = field(default_factory=ImageConfig)
     tags: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 class Pulls:
@@ -77,9 +81,8 @@ class Pulls:
 async def find(engine: Engine, name: str, machine: str, backend: str, pulls: Pulls | None = None) -> Image:
     """The image that ``name`` (a tag, a digest or an id) has now, pulled when the engine has none.
 
-    ``pulls`` tells of it meanwhile.
-    ``machine`` is the engine's architecture. :class:`NotFoundError` when there is none anywhere,
-    :class:`UnsupportedError` for one of another architecture.
+    ``machine`` is the engine's architecture; ``pulls`` tells of a pull meanwhile. :class:`NotFoundError` when there is
+    none anywhere, :class:`UnsupportedError` for one of another architecture.
     """
     try:
         return await inspect(engine, name, machine, backend)
@@ -108,7 +111,7 @@ async def inspect(engine: Engine, name: str, machine: str, backend: str) -> Imag
         )
     tags = found.get("RepoTags")
     names = tuple(str(tag) for tag in tags) if isinstance(tags, list) else ()
-    return Image(found["Id"], parse_config({"config": found.get("Config")}), names)
+    return Image(found["Id"], parse_config({"config": found.get("Config")}), names, _labels(found.get("Config")))
 
 
 def refuse_by_id(name: str, image: Image, allowed: Sequence[str]) -> None:
@@ -153,6 +156,17 @@ def progress(layers: Mapping[str, tuple[int, int]]) -> str:
     """How far a pull is, in words, from the bytes that have come and that there are, by layer."""
     done, total = _sums(layers)
     return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB in {len(layers)} layers"
+
+
+def _labels(config: object) -> tuple[str, ...]:
+    found = (config.get("Labels") if isinstance(config, dict) else None) or {}
+    if not isinstance(found, dict):
+        raise InvalidRequestError("the image's config is damaged: Labels is not what it should be")
+    if len(found) > _LABELS or sum(len(name.encode()) for name in found) > _LABELS_BYTES:
+        raise LimitExceededError(
+            f"the image has more than {_LABELS} labels, or {_LABELS_BYTES >> 10} KiB of their names"
+        )
+    return tuple(found)
 
 
 def _sums(layers: Mapping[str, tuple[int, int]]) -> tuple[int, int]:

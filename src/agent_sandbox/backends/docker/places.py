@@ -58,7 +58,7 @@ class Record:
 
     ``image_id`` names the image's content on the engine. ``shares_files`` says that its workspace is on this host;
     ``layers`` is what that began with, the topmost first. ``container`` is the full id that the engine acknowledged;
-    empty before that.
+    empty before that. ``image_labels`` are the names of the image's labels.
     """
 
     id: str
@@ -69,6 +69,7 @@ class Record:
     volumes: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     container: str = ""
+    image_labels: tuple[str, ...] = ()
 
 
 class Environment:
@@ -110,7 +111,7 @@ class Environment:
         except (OSError, ValueError, RecursionError) as error:
             raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
         values = {name: getattr(stored, name) for name in _Stored.__struct_fields__ if name != "version"}
-        return Record(**{**values, "volumes": tuple(stored.volumes), "layers": tuple(stored.layers)})
+        return Record(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
 
     def is_known(self) -> bool:
         """Whether there is a record, readable or not."""
@@ -364,3 +365,4 @@ class _Stored(msgspec.Struct):
     volumes: list[str]
     layers: Annotated[list[str], msgspec.Meta(max_length=MAX_LAYERS)]
     container: str
+    image_labels: list[str] = []
