@@ -19,7 +19,7 @@ from pathlib import Path
 from agent_sandbox.backends.fake import FakeBackend
 from agent_sandbox.backends.fake.execs import Command
 from agent_sandbox.backends.fake.programs import PROGRAMS, Process
-from agent_sandbox.backends.fake.state import File
+from agent_sandbox.backends.fake.state import Environment, File
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import ConflictError
 from agent_sandbox.types import WORKSPACE, HeldWorkspace, PreparedWorkspace, SandboxSpec
@@ -61,17 +61,25 @@ class CheckpointBackend(FakeBackend):
             shutil.rmtree(place)
 
     @asynccontextmanager
-    async def checkpoint(self, id: str, dest: str) -> AsyncIterator[HeldWorkspace]:
+    async def checkpoint(self, id: str, dest: str) -> AsyncIterator[HeldWorkspace | None]:
         self._maybe_fail("checkpoint")
         assert list(Path(dest).iterdir()) == []
         environment = self._environment(id)
         await self.drop_guest(id)  # the real ones close every connection
-        kept = {
+        kept = self._kept(environment, "/tmp/")
+        async with self.hold_workspace(id) as held:
+            yield held
+        self._maybe_fail("write")
+        (Path(dest) / "memory").write_text(json.dumps(kept))
+
+    def _kept(self, environment: Environment, *places: str) -> dict[str, object]:
+        """What a checkpoint holds: the files below ``places``, and the commands that run."""
+        return {
             "version": self.version,
-            "tmp": {
+            "files": {
                 path: [file.data.hex(), file.mode]
                 for path, file in environment.files.items()
-                if path.startswith("/tmp/") and file.data is not None
+                if path.startswith(places) and file.data is not None
             },
             "commands": [
                 {
@@ -86,10 +94,6 @@ class CheckpointBackend(FakeBackend):
                 if command.running
             ],
         }
-        async with self.hold_workspace(id) as held:
-            yield held
-        self._maybe_fail("write")
-        (Path(dest) / "memory").write_text(json.dumps(kept))
 
     async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
         await self.create(id, spec)
@@ -103,7 +107,7 @@ class CheckpointBackend(FakeBackend):
             raise ConflictError(f"it was written by version {kept['version']}, and this is {self.version}")
         await self.create_from(id, spec, workspace)
         environment = self.environments[id]
-        for path, (data, mode) in kept["tmp"].items():
+        for path, (data, mode) in kept["files"].items():
             environment.files[path] = File(bytes.fromhex(data), mode)
         for one in kept["commands"]:
             argv = [os.fsencode(arg) for arg in one["argv"]]
@@ -119,6 +123,28 @@ class CheckpointBackend(FakeBackend):
 
     async def layers_in_use(self) -> set[str]:
         return set()  # what is in layers was copied
+
+
+class StreamedCheckpointBackend(CheckpointBackend):
+    """As that, but its workspaces come and go as archives, and a checkpoint holds the workspace itself."""
+
+    def __init__(self, settings: Settings, scratch: Path) -> None:
+        super().__init__(settings, scratch)
+        self.capabilities = replace(self.capabilities, layered_workspace=False)
+
+    @asynccontextmanager
+    async def checkpoint(self, id: str, dest: str) -> AsyncIterator[None]:
+        self._maybe_fail("checkpoint")
+        assert list(Path(dest).iterdir()) == []
+        environment = self._environment(id)
+        kept = self._kept(environment, WORKSPACE + "/", "/tmp/")
+        yield None
+        self._maybe_fail("write")
+        (Path(dest) / "memory").write_text(json.dumps(kept))
+
+    async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
+        assert workspace == PreparedWorkspace()
+        await super().restore(id, spec, workspace, src)
 
 
 def _lay_out(files: dict[str, File], place: Path) -> None:

@@ -15,17 +15,17 @@ from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError
 from agent_sandbox.manager import CommandOptions, CreateOptions, ForkOptions, Manager, SandboxRecord
 from agent_sandbox.manager.state import StateStore
 from agent_sandbox.types import ExecOutput
-from tests.unit.checkpoint_backend import CheckpointBackend
+from tests.unit.checkpoint_backend import CheckpointBackend, StreamedCheckpointBackend
 from tests.unit.manager_harness import Clock, make_settings
 
 
 class World:
     """One backend with checkpoints and one without, and managers that come and go over them."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, kind: type[CheckpointBackend]) -> None:
         self.settings = make_settings(tmp_path / "data", backends=("kept", "fake"), min_free_mb=0)
         self.clock = Clock()
-        self.kept = CheckpointBackend(self.settings, tmp_path / "scratch")
+        self.kept = kind(self.settings, tmp_path / "scratch")
         self.fake = FakeBackend(self.settings)
         self.place = tmp_path / "data" / "checkpoints"
         self.manager: Manager
@@ -60,9 +60,9 @@ class World:
         return {path.name for path in self.place.iterdir()}
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    world = World(tmp_path)
+@pytest.fixture(params=[CheckpointBackend, StreamedCheckpointBackend], ids=["layered", "streamed"])
+async def world(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    world = World(tmp_path, request.param)
     await world.start()
     yield world
     await world.manager.close()
@@ -206,9 +206,11 @@ async def test_a_checkpoint_of_another_runtime_leaves_the_workspace_usable(world
     assert (await world.manager.fork(snapshot.id, ForkOptions(memory=False))).running
 
 
-@pytest.mark.parametrize("step", ["checkpoint", "hold_workspace", "write"])
+@pytest.mark.parametrize("step", ["checkpoint", "read", "write"])
 async def test_a_failure_leaves_neither_snapshot_nor_memory(world: World, step: str) -> None:
     sandbox, counter = await world.counting()
+    if step == "read":
+        step = "hold_workspace" if world.kept.capabilities.layered_workspace else "export_workspace"
     world.kept.failures[step] = [ConflictError("a file is open and deleted")]
     with pytest.raises(ConflictError, match="open and deleted"):
         await world.manager.snapshot(sandbox.id, memory=True)
