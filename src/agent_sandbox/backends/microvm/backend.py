@@ -58,6 +58,7 @@ from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, 
 from agent_sandbox.backends.microvm.places import Environment, Places, Record
 from agent_sandbox.backends.microvm.qemu import QemuMonitor
 from agent_sandbox.backends.microvm.requirements import capabilities, require_accelerated, require_mkfs
+from agent_sandbox.backends.microvm.roots import Roots
 from agent_sandbox.backends.microvm.templates import Templates
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
@@ -70,10 +71,10 @@ from agent_sandbox.errors import (
     UnsupportedError,
 )
 from agent_sandbox.guest import HELLO_SECONDS
-from agent_sandbox.images import ImageStore
+from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.images.allowed import is_allowed
-from agent_sandbox.images.machine import Kernel, MachineImages
-from agent_sandbox.types import Capabilities, EnvironmentInfo, PreparedWorkspace, ResolvedImage, SandboxSpec
+from agent_sandbox.images.machine import Kernel, MachineImages, MachineRoot
+from agent_sandbox.types import Capabilities, EnvironmentInfo, ImagePull, PreparedWorkspace, ResolvedImage, SandboxSpec
 
 T = TypeVar("T")
 
@@ -110,6 +111,7 @@ class MicrovmBackend(GuestBackend):
         self._templates = Templates(settings.machine_directory() / "template")
         self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._machine_images = MachineImages(settings.machine_directory())
+        self._roots = Roots(self._machine_images)
         self._kernel: Kernel | None = None
         self._hierarchies = cgroups.Hierarchies(None)
         self.capabilities: Capabilities = capabilities(None, has_cpu_limit=False)
@@ -160,6 +162,7 @@ class MicrovmBackend(GuestBackend):
 
     async def close(self) -> None:
         await super().close()
+        await self._roots.close()
         await self._removals.close(_CLOSE_SECONDS)
         await self._monitor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -184,6 +187,9 @@ class MicrovmBackend(GuestBackend):
                 f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
             )
         return found
+
+    def pulls(self) -> list[ImagePull]:
+        return self._roots.told()
 
     # -- create --------------------------------------------------------------------------
 
@@ -217,7 +223,8 @@ class MicrovmBackend(GuestBackend):
         environment = self._places.environment(id)
         try:
             async with translated("creating the sandbox"):
-                record = await self._thread(self._record_new, environment, spec)
+                image, root = await self._root(spec)
+                record = await self._thread(self._record_new, environment, spec, image, root)
                 if saved is None:
                     await self._build(environment, record)
                 else:
@@ -226,13 +233,15 @@ class MicrovmBackend(GuestBackend):
             await settled(asyncio.ensure_future(self._undo(id)))
             raise
 
-    def _record_new(self, environment: Environment, spec: SandboxSpec) -> Record:
+    async def _root(self, spec: SandboxSpec) -> tuple[ImageRoot, MachineRoot]:
+        image = await self._thread(self._images.open, spec.image, spec.image_digest)
+        return image, await self._roots.get(spec.image, image, spec.image_digest)
+
+    def _record_new(self, environment: Environment, spec: SandboxSpec, image: ImageRoot, root: MachineRoot) -> Record:
         environment.reserve()
         user = self._places.ranges.claim(environment.directory)
-        image = self._images.open(spec.image, spec.image_digest)
         record = Record(environment.id, spec, user, image.env)
         environment.make(record)
-        root = self._machine_images.rootfs(image, spec.image_digest)
         environment.link_root(root.path, root.key)
         return record
 
@@ -280,6 +289,9 @@ class MicrovmBackend(GuestBackend):
 
     async def _boot(self, environment: Environment, record: Record) -> None:
         """Boot the environment's machine with the drive that it has."""
+        if not await self._thread(environment.has_root):
+            _, root = await self._root(record.spec)
+            await self._thread(environment.link_root, root.path, root.key)
         spec = await self._thread(self._furnish, environment, record, True)
         await self._meet(record, await self._monitor.start(spec, self._adopting(environment)))
 
@@ -302,10 +314,6 @@ class MicrovmBackend(GuestBackend):
 
     def _furnish(self, environment: Environment, record: Record, keyed: bool) -> MachineSpec:
         """Make what a monitor needs beside the workspace's drive."""
-        if not environment.has_root():
-            image = self._images.open(record.spec.image, record.spec.image_digest)
-            root = self._machine_images.rootfs(image, record.spec.image_digest)
-            environment.link_root(root.path, root.key)
         environment.write_config(record, keyed=keyed)
         environment.make_run()
         machine = self._machine_spec(environment, record)
@@ -495,8 +503,7 @@ class MicrovmBackend(GuestBackend):
         self._check(id, spec)
         async with translated("reading the checkpoint"):
             made = await self._thread(checkpoints.read, Path(src))
-            image = await self._thread(self._images.open, spec.image, spec.image_digest)
-            root = await self._thread(self._machine_images.rootfs, image, spec.image_digest)
+            _, root = await self._root(spec)
         checkpoints.require(made, self._made(self._places.environment(id), Record(id, spec, 0), root.key))
         await self._make(id, self._create(id, spec, Path(src)))
 

@@ -68,6 +68,10 @@ class MachineImages:
         """
         return self._roots.open(image, digest, progress)
 
+    def find_rootfs(self, image: ImageRoot, digest: str) -> MachineRoot | None:
+        """As :meth:`rootfs`, but None where it would have to be made."""
+        return self._roots.find(image, digest)
+
     def forget(self, digest: str) -> None:
         """Remove the root file system of an image that was removed. Who runs on it keeps it."""
         self._roots.remove(digest)

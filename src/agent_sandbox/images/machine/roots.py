@@ -91,6 +91,12 @@ class Roots:
             self._make(path, key, image, digest, _Told(key, total, progress))
         return MachineRoot(path, key)
 
+    def find(self, image: ImageRoot, digest: str) -> MachineRoot | None:
+        """The root file system of an image, where there is one."""
+        key, _ = self._key(image, digest)
+        path = self._directory / f"{key}.erofs"
+        return MachineRoot(path, key) if erofs.is_whole(path, key) else None
+
     def remove(self, digest: str) -> None:
         """Remove the file of an image that is removed; who runs on it has it by a name of its own."""
         if _DIGEST.fullmatch(digest):
