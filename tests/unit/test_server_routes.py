@@ -129,7 +129,7 @@ def test_the_bodies_of_snapshot_and_fork_are_optional(server: Running, sandbox: 
 def test_backends(server: Running) -> None:
     (only,) = server.call("GET", "/v1/backends").json["backends"]
     capabilities = only.pop("capabilities")
-    assert only == {"name": "fake", "default": True, "healthy": True, "message": "", "versions": {}}
+    assert only == {"name": "fake", "default": True, "healthy": True, "message": "", "versions": {}, "pulls": []}
     assert capabilities["isolation"] == "process"
     assert capabilities["enforces"] == ["cpus", "disk", "memory", "network", "pids"]
 

@@ -40,7 +40,7 @@ from agent_sandbox.backends.docker.admission import require_no_volume_within, re
 from agent_sandbox.backends.docker.bridge import Bridges
 from agent_sandbox.backends.docker.building import Builder, begin, nonce_name
 from agent_sandbox.backends.docker.container import DAEMON, DELIVERED, PREFIX, PRIVATE
-from agent_sandbox.backends.docker.containers import Containers, groups_of, live_process
+from agent_sandbox.backends.docker.containers import Containers, finish_groups, groups_of, live_process
 from agent_sandbox.backends.docker.engine import Engine
 from agent_sandbox.backends.docker.facts import UNSTARTED
 from agent_sandbox.backends.docker.hostimage import NAME as HOST
@@ -48,7 +48,7 @@ from agent_sandbox.backends.docker.hostimage import HostOnEngine
 from agent_sandbox.backends.docker.networks import Network
 from agent_sandbox.backends.docker.places import Environment, Places, Record
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.linux import cgroups, sentry
+from agent_sandbox.backends.linux import cgroups
 from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
@@ -89,8 +89,6 @@ _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
 _SYNC_SECONDS = 5.0
 _CLOSE_SECONDS = 10.0
-_SOCKETS_SHARE = 4
-"""Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
 _KNOWN_FAILURES = {
     "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
 }
@@ -243,9 +241,9 @@ class DockerBackend(GuestBackend):
                     spec,
                     image.id,
                     self._facts.shares_files,
-                    dict(image.config.env),
-                    image.config.volumes,
-                    layers,
+                    image_env=dict(image.config.env),
+                    volumes=image.config.volumes,
+                    layers=layers,
                     image_labels=image.labels,
                 )
                 key = await self._thread(environment.reserve, record)
@@ -270,7 +268,7 @@ class DockerBackend(GuestBackend):
         self._records[record.id] = record
         live = await self._look(record.id, record.container)
         if live is not None:
-            await self._thread(_finish_groups, live.groups, record.spec, self._facts.is_gvisor)
+            await self._thread(finish_groups, live.groups, record.spec, self._facts.is_gvisor)
         await self.guest_ready(record.id)
         if new and record.shares_files:
             await self._prove(record, nonce)
@@ -592,10 +590,3 @@ class DockerBackend(GuestBackend):
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
-
-
-def _finish_groups(groups: cgroups.Groups, spec: SandboxSpec, is_gvisor: bool) -> None:
-    """Bound the memory of sockets; give gVisor's kernel some beside its guest's, who sees the limit from before."""
-    groups.limit_sockets(spec.memory_mb * container.MIB // _SOCKETS_SHARE)
-    if is_gvisor:
-        groups.allow_memory(sentry.memory_mb(spec) * container.MIB)

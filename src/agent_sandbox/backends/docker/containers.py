@@ -17,14 +17,18 @@ from typing import Any
 
 from agent_sandbox.backends.docker import container
 from agent_sandbox.backends.docker.engine import Engine, Frames
+from agent_sandbox.backends.linux import sentry
 from agent_sandbox.backends.linux.cgroups import Groups, Hierarchies
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError
+from agent_sandbox.types import SandboxSpec
 
 MARKER = b"sandboxd ready generation="
 _READY_SECONDS = 60.0
 _LOG_BYTES = 2000
 _PIECE = 4096
+_SOCKETS_SHARE = 4
+"""Socket buffers may take as much as a quarter of memory, beside it, where the kernel counts them apart."""
 _GONE_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 
@@ -188,6 +192,13 @@ def groups_of(process: Process, cid: str, hierarchies: Hierarchies) -> Groups | 
             if cid in part:  # docker/<id>, or system.slice/docker-<id>.scope
                 return Groups(hierarchies, "/".join(parts[: number + 1]))
     return None
+
+
+def finish_groups(groups: Groups, spec: SandboxSpec, is_gvisor: bool) -> None:
+    """Bound the memory of sockets; give gVisor's kernel some beside its guest's, who sees the limit from before."""
+    groups.limit_sockets(spec.memory_mb * container.MIB // _SOCKETS_SHARE)
+    if is_gvisor:
+        groups.allow_memory(sentry.memory_mb(spec) * container.MIB)
 
 
 async def _says_ready(stream: Any, said: bytearray) -> bool:

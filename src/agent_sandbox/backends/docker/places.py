@@ -34,7 +34,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -110,8 +110,12 @@ class Environment:
             raise NotFoundError(f"there is no environment {self.id}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
-        values = {name: getattr(stored, name) for name in _Stored.__struct_fields__ if name != "version"}
-        return Record(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
+        values: dict[str, Any] = {
+            name: getattr(stored, name) for name in _Stored.__struct_fields__ if name != "version"
+        }
+        for name in ("volumes", "layers", "image_labels"):
+            values[name] = tuple(values[name])
+        return Record(**values)
 
     def is_known(self) -> bool:
         """Whether there is a record, readable or not."""
