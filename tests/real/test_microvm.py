@@ -130,7 +130,7 @@ async def test_a_kernel_that_does_not_start_is_told_with_its_last_words(settings
 async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    mounts.mount("none", small, "tmpfs", 0, "size=16m")
+    mounts.mount("none", small, "tmpfs", 0, "size=96m")
     try:
         backend = MicrovmBackend(Settings(**{**vars(settings), "data_dir": small / "data"}))
         await backend.start()
