@@ -54,8 +54,8 @@ def test_it_says_how_far_the_image_is(monkeypatch: pytest.MonkeyPatch, capsys: p
         [],
     ]
     assert told(Server(*looks), "x", monkeypatch, capsys).splitlines() == [
-        "agent-sandbox: the server fetches image x: begun",
-        "agent-sandbox: the server fetches image x: 1.0 MiB of 4.0 MiB",
+        "agent-sandbox: the server prepares image x: begun",
+        "agent-sandbox: the server prepares image x: 1.0 MiB of 4.0 MiB",
     ]
     assert "image y" in told(Server([pull("y", 1, 2)]), None, monkeypatch, capsys)
 

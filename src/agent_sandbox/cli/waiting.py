@@ -34,7 +34,7 @@ def fetching_told(client: SandboxClient, image: str | None) -> Iterator[None]:
             while not ended.wait(pause):
                 pulls = [pull for backend in client.backends() for pull in backend.pulls]
                 for pull in pulls:
-                    text = f"the server fetches image {pull.image}: {_progress(pull.done_bytes, pull.total_bytes)}"
+                    text = f"the server prepares image {pull.image}: {_progress(pull.done_bytes, pull.total_bytes)}"
                     if image in (None, pull.image) and text != told and not ended.is_set():
                         output.note(text)
                         told = text
