@@ -135,7 +135,7 @@ async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tm
         backend = MicrovmBackend(Settings(**{**vars(settings), "data_dir": small / "data"}))
         await backend.start()
         state = os.statvfs(small)
-        (small / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 65_536))
+        (small / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 4_096))
         with pytest.raises(LimitExceededError, match="disk is full"):
             await backend.create("sb1-1", SPEC)
         assert await backend.list_ids() == []
