@@ -1,8 +1,9 @@
 """``make bench``: ours beside the peer, on one machine in one run, alternating. Prints medians, spread and ratio.
 
 Ours is on runc; its Docker backend and the peer run where a Docker engine answers, its gvisor backend where runsc is
-installed. All run the same image. A measurement is one operation over a kept connection of the lean client,
-unless the row says otherwise; ``10–90 %`` is the spread of ours. Every reply is checked; a row with a failure says so.
+installed; microVMs and memory have a table of their own (``machines.py``). All run the same image. A measurement is one
+operation over a kept connection of the lean client, unless the row says otherwise; ``10–90 %`` is the spread of ours.
+Every reply is checked; a row with a failure says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.contenders import BUILD, Contender, Floor, docker_runs, gvisor_runs, ours, peer, say
+from tests.bench import machines
+from tests.bench.contenders import BUILD, Contender, Floor, docker_runs, gvisor_runs, ours, peer, qemu_runs, say
 from tests.bench.lean import Lean
 from tests.bench.workspaces import histories, snapshots
 
@@ -203,12 +205,26 @@ def main() -> int:
         say("throughput …")
         rates = {c.name: throughput(c, 10.0 if c.name == "peer" else 5.0) for c in contenders}
         resident = {c.name: c.resident_kib() for c in contenders}
+        say("microVMs and memory …")
+        times: machines.Times = {}
+        if qemu_runs():
+            machines.kernel()
+            with ours("qemu", "qemu", allow_tcg="true", machine_dir=str(machines.MACHINES)) as qemu:
+                machines.machines(times, qemu, 5)
+                machines.memory(times, qemu, 5)
+                resident["qemu"] = qemu.resident_kib()
+            machines.by_hand(times, 3)
+        for contender in contenders:
+            if contender.name == "gvisor":
+                machines.memory(times, contender, 5)
     console = Console(width=120)
     show(bench, rates, console)
+    machines.show(times, console)
     console.print(f"resident memory of the server afterwards, KiB: {resident}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     raw = {
         "rows": bench.rows,
+        "machines": times,
         "failures": bench.failures,
         "facts": bench.facts,
         "throughput": rates,

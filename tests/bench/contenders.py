@@ -96,8 +96,8 @@ class Contender:
 
 
 @contextlib.contextmanager
-def ours(name: str = "ours", backend: str = "runc") -> Iterator[Contender]:
-    """Our server on one of its backends."""
+def ours(name: str = "ours", backend: str = "runc", **settings: str) -> Iterator[Contender]:
+    """Our server on one of its backends; ``settings`` are more of the server's own."""
     data, key, port = BUILD / f"data-{name}", secrets.token_hex(16), free_port()
     shutil.rmtree(data, ignore_errors=True)
     program = str(pathlib.Path(sys.executable).parent / "agent-sandbox")
@@ -107,6 +107,7 @@ def ours(name: str = "ours", backend: str = "runc") -> Iterator[Contender]:
         "AGENT_SANDBOX_PORT": str(port),
         "AGENT_SANDBOX_MAX_SANDBOXES": "300",
         "AGENT_SANDBOX_BACKENDS": backend,
+        **{f"AGENT_SANDBOX_{name.upper()}": value for name, value in settings.items()},
     }
     image = IMAGE
     if backend == "docker":
@@ -129,6 +130,11 @@ def engine_image() -> str:
 def gvisor_runs() -> bool:
     """Whether gVisor's runtime is installed."""
     return shutil.which("runsc") is not None
+
+
+def qemu_runs() -> bool:
+    """Whether a QEMU is installed."""
+    return shutil.which("qemu-system-x86_64") is not None
 
 
 def docker_runs() -> bool:
