@@ -37,7 +37,7 @@ class Microvm:
 
 @pytest.mark.real
 class TestMicrovm(Microvm, BackendSuite, LimitSuite, NetworkSuite, NoLayerSuite, EscapeSuite):
-    """What is the machine's own. Commands, files and tunnels are its daemon's, as on runc; `make conformance` asks all."""
+    """What is the machine's own. Commands, files and tunnels are its daemon's, asked on runc, and here by the kit."""
 
     # Emulated it takes minutes, all of them in the guest's own kernel.
     test_f35_an_export_of_too_many_names_fails_and_hurts_nobody = None  # type: ignore[assignment]
