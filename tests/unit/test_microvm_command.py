@@ -49,7 +49,7 @@ def test_drives_are_found_by_serial_and_only_the_workspace_is_written() -> None:
     assert list(drives) == ["root", "workspace", "config"]
     assert [name for name, drive in drives.items() if "read-only=off" in drive] == ["workspace"]
     devices = [device for device in after(argv, "-device") if device.startswith("virtio-blk")]
-    assert devices == [f"virtio-blk-device,drive={name},serial={name}" for name in drives]
+    assert devices == [f"virtio-blk-device,drive={name},serial={name},rerror=report,werror=report" for name in drives]
     assert "virtserialport,chardev=guest,name=sandboxd" in after(argv, "-device")
 
 

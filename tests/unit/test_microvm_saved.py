@@ -37,8 +37,9 @@ def changed(**facts: Any) -> Made:
 
 
 def fill(directory: Path) -> None:
-    for name in (MEMORY_FILE, STATE_FILE, checkpoints.DISK):
-        (directory / name).write_bytes(b"x")
+    for name, size in ((MEMORY_FILE, MADE.memory_mb << 20), (STATE_FILE, 100), (checkpoints.DISK, MADE.disk_mb << 20)):
+        with (directory / name).open("xb") as file:
+            file.truncate(size)
 
 
 @pytest.mark.parametrize("fact", [field.name for field in fields(Made)])
@@ -54,7 +55,7 @@ def test_a_machine_goes_on_only_as_what_it_was_and_the_reason_names_both(fact: s
 
 def test_what_is_sealed_is_read_and_what_is_not_whole_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
-    with pytest.raises(ConflictError, match="no manifest"):
+    with pytest.raises(ConflictError, match=r"no manifest\.json"):
         checkpoints.read(tmp_path)
     checkpoints.seal(tmp_path, MADE)
     assert checkpoints.read(tmp_path) == MADE
@@ -72,8 +73,15 @@ def test_what_is_sealed_is_read_and_what_is_not_whole_is_refused(tmp_path: Path)
         with pytest.raises(ConflictError, match=reason):
             checkpoints.read(tmp_path)
     manifest.write_bytes(text)
+    for name, kept in ((MEMORY_FILE, (MADE.memory_mb << 20) - 1), (checkpoints.DISK, 0), (STATE_FILE, 0)):
+        size = (tmp_path / name).stat().st_size
+        os.truncate(tmp_path / name, kept)
+        with pytest.raises(ConflictError, match=f"damaged: its {name} has {kept} bytes"):
+            checkpoints.read(tmp_path)
+        os.truncate(tmp_path / name, size)
+    assert checkpoints.read(tmp_path) == MADE
     (tmp_path / MEMORY_FILE).unlink()
-    with pytest.raises(ConflictError, match="missing"):
+    with pytest.raises(ConflictError, match="no memory"):
         checkpoints.read(tmp_path)
     checkpoints.discard(tmp_path)
     assert list(tmp_path.iterdir()) == []

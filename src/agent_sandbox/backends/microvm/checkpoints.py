@@ -142,10 +142,14 @@ def read(directory: Path) -> Made:
         version = msgspec.json.decode(text, type=dict[str, object]).get("version")
         if version != VERSION:
             raise ConflictError(f"the saved machine is of format {version}, and this release reads {VERSION}")
-        if any(not (directory / name).is_file() for name in (MEMORY_FILE, STATE_FILE, DISK)):
-            raise ConflictError("there is no whole saved machine: a file is missing")
-        return msgspec.json.decode(text, type=Made)
-    except FileNotFoundError:
-        raise ConflictError("there is no whole saved machine: it has no manifest") from None
+        made = msgspec.json.decode(text, type=Made)
+        for name, size in ((MEMORY_FILE, made.memory_mb * MIB), (DISK, made.disk_mb * MIB), (STATE_FILE, None)):
+            found = (directory / name).stat().st_size
+            if found != (size or found) or not found:
+                raise ConflictError(f"the saved machine is damaged: its {name} has {found} bytes")
+        return made
+    except FileNotFoundError as error:
+        missing = Path(error.filename).name
+        raise ConflictError(f"there is no whole saved machine: it has no {missing}") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ConflictError("the saved machine's manifest is damaged") from error

@@ -101,7 +101,8 @@ def _drive(given: Given, serial: str, *, read_only: bool) -> tuple[str, ...]:
             f"driver=file,node-name={serial},filename=/dev/fdset/{given:d},read-only={mode},locking=off"
             + (",discard=unmap" if not read_only else ""),
         ),
-        *("-device", f"virtio-blk-device,drive={serial},serial={serial}"),
+        # A full disk of the host's is the guest's error; by default it would stop the machine.
+        *("-device", f"virtio-blk-device,drive={serial},serial={serial},rerror=report,werror=report"),
     )
 
 
