@@ -16,7 +16,7 @@ import pytest
 from agent_sandbox import models
 from agent_sandbox.client import history_requests
 from agent_sandbox.errors import BackendError, InvalidRequestError, ValidationError
-from agent_sandbox.manager import history, workspaces
+from agent_sandbox.manager import history, pieces
 from agent_sandbox.manager.history import Differences, compare
 from agent_sandbox.manager.keeping import from_directory
 from agent_sandbox.manager.workspaces import EMPTY, PROJECT, Workspaces
@@ -198,7 +198,7 @@ async def test_a_reader_that_stands_still_loses_its_archive(
     kept: Workspaces, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = await take_a_large_state(kept, tree)
-    monkeypatch.setattr(workspaces, "_STALL_SECONDS", 0.0)
+    monkeypatch.setattr(pieces, "STALL_SECONDS", 0.0)
     for seconds in (1.5, 6, 30):  # the writer looks every half second, unless the machine has no time for it
         archive = kept.archive(commit)
         await anext(archive)

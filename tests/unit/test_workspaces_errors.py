@@ -19,7 +19,8 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.manager import workspaces as module
 from agent_sandbox.manager.keeping import from_directory
-from agent_sandbox.manager.workspaces import Taken, Workspaces
+from agent_sandbox.manager.taken import Taken
+from agent_sandbox.manager.workspaces import Workspaces
 from agent_sandbox.store import Report, Store
 from agent_sandbox.store.catalog import Ref
 from agent_sandbox.store.outcomes import Left, LeftOut

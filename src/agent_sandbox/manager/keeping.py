@@ -26,7 +26,8 @@ from pathlib import Path
 from agent_sandbox.backends.base import Backend
 from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError
 from agent_sandbox.manager.pipe import Pipe
-from agent_sandbox.manager.workspaces import Outcome, Source, Workspaces
+from agent_sandbox.manager.taken import Outcome, Source
+from agent_sandbox.manager.workspaces import Workspaces
 from agent_sandbox.store import Store, Upper
 from agent_sandbox.store.ports import Progress
 from agent_sandbox.store.tarinput import Limits

@@ -22,8 +22,8 @@ from agent_sandbox.manager.entries import Entry, stopped
 from agent_sandbox.manager.keeping import keeping
 from agent_sandbox.manager.records import SandboxRecord, SnapshotRecord
 from agent_sandbox.manager.references import References
+from agent_sandbox.manager.taken import Aside
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.manager.workspaces import Aside
 from agent_sandbox.store import Conflict, Conflicts, HeadMoved, UpToDate
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ The rules
 * Everything that blocks runs in ``_THREADS`` threads, and is seen through when its caller is cancelled. A capture that
   nobody waits for any more ends at its next progress report.
 * gc runs behind everybody's back, at most every ``_GC_SECONDS``, after a start and after something was removed.
-* Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for
-  ``_STALL_SECONDS`` loses his. So have archives that come, at their sender's, comparisons, which take as long as a
+* Archives go at their reader's speed, so they have threads of their own, and a reader that takes nothing for long
+  (``pieces.py``) loses his. So have archives that come, at their sender's, comparisons, which take as long as a
   sandbox's files make them, and workspaces that a sandbox sends by itself: no snapshot of a held workspace waits for
   any of them.
 """
@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -38,7 +37,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,11 +54,13 @@ from agent_sandbox.errors import (
     StoreError,
     StoreFullError,
 )
+from agent_sandbox.manager.pieces import ARCHIVE_BLOCKS, Pieces
+from agent_sandbox.manager.taken import Aside, Source, Taken
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.store import Created, HeadMoved, Report, Store, UpToDate
+from agent_sandbox.store import HeadMoved, Store
 from agent_sandbox.store.checkouts import Checkouts
 from agent_sandbox.store.ports import Progress
-from agent_sandbox.types import ExportReport, PreparedWorkspace
+from agent_sandbox.types import PreparedWorkspace
 
 log = logging.getLogger(__name__)
 
@@ -72,64 +73,8 @@ _THREADS = 4
 _GC_SECONDS = 60.0
 _SYNC_SECONDS = 2.0
 _ASK_SECONDS = 30.0
-_ARCHIVE_BLOCKS = 8
-_BLOCK = 1 << 18
-_STALL_SECONDS = 60.0
 EMPTY = f"{PROJECT}@0"
 """The state that a sandbox of no snapshot begins with."""
-MAX_SKIPPED = 100
-"""Paths that a snapshot's record names; it counts all of them."""
-_SKIPPED_BYTES = 48 << 10
-"""Of these paths together: each may have 250 KiB, and the records of all snapshots are read for a list of them."""
-
-
-Outcome = tuple[Created | UpToDate | HeadMoved, ExportReport | None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A workspace that can be read once: ``read`` makes it the next commit of a branch, in a thread.
-
-    Beside the store's outcome it gives what the backend left out before the store saw it. Its last argument is the
-    commit that layers below the workspace show, where that alone is enough. ``paced``: the sandbox decides how long
-    reading takes.
-    """
-
-    read: Callable[[Store, str, Progress, bytes | None], Outcome]
-    paced: bool = False
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A state that was kept: its commit in hexadecimal digits, what the capture saw, and what never came to it."""
-
-    commit: str
-    report: Report
-    exported: ExportReport | None = None
-
-    def skipped(self) -> tuple[tuple[str, str], ...]:
-        """The first paths that were left out, with why."""
-        room, named = _SKIPPED_BYTES, []
-        left = [(os.fsdecode(item.path), item.why.value) for item in self.report.left_out[:MAX_SKIPPED]]
-        for path, why in [*(self.exported.skipped if self.exported else ()), *left][:MAX_SKIPPED]:
-            room -= len(os.fsencode(path))
-            if room < 0:
-                break
-            named.append((path, why))
-        return tuple(named)
-
-    @property
-    def skipped_total(self) -> int:
-        """How many paths were left out."""
-        return self.report.left_out_count + (self.exported.skipped_total if self.exported else 0)
-
-
-@dataclass(frozen=True)
-class Aside:
-    """A state that is kept for the moment: ``branch`` names it, and may be moved."""
-
-    branch: str
-    taken: Taken
 
 
 class Workspaces:
@@ -424,14 +369,14 @@ class Workspaces:
     async def archive(self, commit: str) -> AsyncGenerator[bytes, None]:
         """Yield a state as a tar archive, in pieces; nothing holds it whole."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
-        room = threading.Semaphore(_ARCHIVE_BLOCKS)
+        room = threading.Semaphore(ARCHIVE_BLOCKS)
         ended = threading.Event()
 
         def put(piece: bytes | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
         def write() -> None:
-            out = _Pieces(put, room, ended)
+            out = Pieces(put, room, ended)
             try:
                 self._opened().export_tar(commit, out)
                 out.flush()
@@ -607,32 +552,6 @@ class Workspaces:
             raise
         except OSError as error:
             raise BackendError(f"the store cannot be used: {error.strerror or error}") from error
-
-
-class _Pieces:
-    """What an archive is written to: pieces of some size for another thread, until nobody wants them any more."""
-
-    def __init__(self, put: Callable[[bytes], None], room: threading.Semaphore, ended: threading.Event) -> None:
-        self._put = put
-        self._room = room
-        self._ended = ended
-        self._buffer = bytearray()
-
-    def write(self, data: bytes) -> int:
-        self._buffer += data
-        if len(self._buffer) >= _BLOCK:
-            self.flush()
-        return len(data)
-
-    def flush(self) -> None:
-        if not self._buffer:
-            return
-        latest = time.monotonic() + _STALL_SECONDS
-        while not self._room.acquire(timeout=0.5):
-            if self._ended.is_set() or time.monotonic() > latest:
-                raise BackendError("nobody reads the archive any more")
-        self._put(bytes(self._buffer))
-        self._buffer.clear()
 
 
 def _count(store: Store, commit: str, known: list[tuple[str, int]]) -> int:
