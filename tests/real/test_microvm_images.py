@@ -370,6 +370,22 @@ def test_a_killed_builder_takes_the_tool_along_and_the_next_server_clears_up(
     assert roots(tmp_path / "data/machine") == []
 
 
+def test_images_that_were_not_used_for_longest_make_room(
+    machines: MachineImages, image: tuple[ImageRoot, str], tmp_path: Path
+) -> None:
+    directory = tmp_path / "data/machine/root"
+    directory.mkdir(mode=0o700, parents=True)
+    others = [directory / f"sha256-{number:064x}.erofs" for number in range(103)]
+    for number, path in enumerate(others):
+        path.touch()
+        os.utime(path, (number, number))
+    os.link(others[1], tmp_path / "mine")
+    made = machines.rootfs(*image).path
+    assert [path for path in others if not path.exists()] == [others[0], *others[2:4]]
+    os.utime(made, (1, 1))
+    assert machines.rootfs(*image).path.stat().st_mtime > 1_000_000_000, "it counts as used"
+
+
 # -- the host's programs ---------------------------------------------------------------
 
 

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_KEPT_HOSTS = 2
-"""States of the host that stay without a machine on them: each has the size of /usr."""
+_KEPT = {"host": 2, "sha256": 100}
+"""Files of each kind that stay without a machine on them, those used last. A state of the host has the size of /usr; an
+image goes with its removal, unless another server removed it that had its files elsewhere."""
 _LOG_SECONDS = 5.0
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _WATCHED = ("", "bin", "sbin", "lib", "lib64", "libexec", "share", "lib/python3/dist-packages")
@@ -85,22 +86,32 @@ class Roots:
 
     def open(self, image: ImageRoot, digest: str, progress: Progress) -> MachineRoot:
         """The root file system of an image, made when there is none yet. See :meth:`MachineImages.rootfs`."""
-        key, total = self._key(image, digest)
-        path = self._directory / f"{key}.erofs"
-        if not erofs.is_whole(path, key):
-            self._make(path, key, image, digest, _Told(key, total, progress))
-        return MachineRoot(path, key)
+        found = self.find(image, digest)
+        if found is None:
+            key, total = self._key(image, digest)
+            found = MachineRoot(self._path(key), key)
+            self._make(found.path, key, image, digest, _Told(key, total, progress))
+        return found
 
     def find(self, image: ImageRoot, digest: str) -> MachineRoot | None:
         """The root file system of an image, where there is one."""
         key, _ = self._key(image, digest)
-        path = self._directory / f"{key}.erofs"
-        return MachineRoot(path, key) if erofs.is_whole(path, key) else None
+        path = self._path(key)
+        if not erofs.is_whole(path, key):
+            return None
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        return MachineRoot(path, key)
 
     def remove(self, digest: str) -> None:
         """Remove the file of an image that is removed; who runs on it has it by a name of its own."""
         if _DIGEST.fullmatch(digest):
-            (self._directory / f"{digest.replace(':', '-')}.erofs").unlink(missing_ok=True)
+            self._path(digest.replace(":", "-")).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / f"{key}.erofs"
 
     def _key(self, image: ImageRoot, digest: str) -> tuple[str, int]:
         """The name of an image's content here, and its bytes. Takes a second or so when the host has changed."""
@@ -146,14 +157,15 @@ class Roots:
                 raise
             size = path.stat().st_size
             _log.info("image %s: made, %d MiB in %.0f s", key, size >> 20, time.monotonic() - started)
-            if not digest:
-                self._evict_hosts(path)
+            self._evict()
 
-    def _evict_hosts(self, current: Path) -> None:
-        found = sorted(self._directory.glob("host-*.erofs"), key=lambda path: path.stat().st_mtime)
-        for path in found[:-_KEPT_HOSTS]:
-            if path != current and not files.in_use(path):
-                path.unlink(missing_ok=True)
+    def _evict(self) -> None:
+        for kind, kept in _KEPT.items():
+            oldest_first = sorted(self._directory.glob(f"{kind}-*.erofs"), key=lambda path: path.stat().st_mtime)
+            for path in oldest_first[:-kept]:
+                if not files.in_use(path):
+                    _log.info("the root file system %s was not used for longest, and goes", path.stem)
+                    path.unlink(missing_ok=True)
 
 
 class _Told:
