@@ -144,6 +144,24 @@ async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tm
         mounts.unmount(small)
 
 
+async def test_what_a_checkpoint_could_not_let_go_on_goes_on_with_the_next_call(
+    backend: MicrovmBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def deaf(*args: object) -> None:
+        raise BackendError("QEMU did not answer")
+
+    await backend.create("sb1-1", SPEC)
+    (dest := tmp_path / "kept").mkdir()
+    with monkeypatch.context() as patch:
+        for call in ("save", "running"):
+            patch.setattr(backend._monitor, call, deaf)
+        with pytest.raises(BackendError, match="did not answer"):
+            async with backend.checkpoint("sb1-1", str(dest)):
+                pass
+    assert list(dest.iterdir()) == []
+    assert await shell(backend, "sb1-1", "echo on") == "on\n"
+
+
 async def test_what_is_missing_is_told_with_its_remedy(settings: Settings, tmp_path: Path) -> None:
     def changed(**values: object) -> MicrovmBackend:
         return MicrovmBackend(Settings(**{**vars(settings), **values}))

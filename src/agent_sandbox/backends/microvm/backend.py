@@ -492,12 +492,17 @@ class MicrovmBackend(GuestBackend):
     async def _go_on_after(self, id: str, machine: Machine) -> None:
         """Let a machine go on that was held to be saved, and what is frozen in it."""
         try:
-            if not await self._monitor.running(machine):
-                await self._monitor.resume(machine)
+            await self._resume(machine)
             await (await self._guest(id)).thaw(time.time_ns())
             await self._thread(self._places.environment(id).release)
         except (OSError, SandboxError) as error:
-            _log.error("environment %s was held and does not go on: %s", id, error)
+            _log.error("environment %s was held and goes on only when it is called next: %s", id, error)
+            # A freeze or a pause that was given up may still arrive: see endpoint().
+            await self.drop_guest(id)
+
+    async def _resume(self, machine: Machine) -> None:
+        if not await self._monitor.running(machine):
+            await self._monitor.resume(machine)
 
     async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
         self._check(id, spec)
@@ -566,10 +571,14 @@ class MicrovmBackend(GuestBackend):
         environment = self._places.environment(id)
         async with translated("reaching the sandbox's daemon"):
             key = await self._thread(environment.key)
-            if await self._thread(self._machine, id) is None:
+            machine = await self._thread(self._machine, id)
+            if machine is None:
                 if await self._thread(environment.process) is None:
                     raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
                 raise BackendError("the sandbox's machine has ended; start it again, its workspace is kept")
+            if id not in self._held and await self._thread(environment.is_held):
+                # A checkpoint could not let it go on. What is frozen inside, the daemon thaws for whoever connects.
+                await self._resume(machine)
             connection = await self._thread(environment.connect)
             seconds = _BOOT_SECONDS if id in self._changes else HELLO_SECONDS
             return Endpoint(connection, key, record.spec, record.image_env, serial=True, seconds=seconds)
