@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import pytest
 from agent_sandbox.cli import copying, files
 from agent_sandbox.cli.copying import Copied
 from agent_sandbox.cli.files import download, upload
+from agent_sandbox.cli.unpacking import unpack
 from agent_sandbox.client import FileStat, Sandbox, SandboxClient
 from agent_sandbox.errors import ConflictError, InvalidRequestError, NotFoundError, PayloadTooLargeError
 from tests.unit.server_harness import KEY, running, settings_for
+from tests.unit.test_cli_unpacking import archive, member
 
 
 @dataclass
@@ -181,6 +184,26 @@ def test_what_is_exchanged_for_a_link_leads_to_no_mode_and_no_content(
         fetch({"/w": [Entry("name", "file")], "/w/name": b"data"}, "/w", tmp_path / "out")
     assert everything_below(victim) == {"secret"}
     assert [stat.S_IMODE(path.stat().st_mode) for path in (victim, victim / "secret")] == [0o700, 0o600]
+
+
+def test_what_makes_version_control_run_programs_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    box = Box({"/w/.git/hooks/pre-commit": b"evil", "/w/f": b"x"})
+    (tmp_path / ".git" / "hooks").mkdir(parents=True)
+    for source, target in (("/w/.git/hooks/pre-commit", tmp_path / ".git/hooks/post-merge"), ("/w/f", tmp_path / "f")):
+        done = Copied()
+        download(cast(Any, box), source, target, done)
+        done.report()
+    told = capsys.readouterr().err.splitlines()
+    assert [line for line in told if "look at" in line] == [
+        "agent-sandbox: look at post-merge before you go there: git and the like run programs that it names"
+    ]
+    done = Copied()
+    repository = [member(name, tarfile.DIRTYPE) for name in ("bare", "bare/objects", "bare/refs")]
+    files_ = [(member(name), b"1") for name in ("bare/HEAD", "bare/config", ".hg/hgrc", "f")]
+    pieces = iter([archive(*repository, *files_)])
+    with files._directory(tmp_path) as fd:
+        unpack(pieces, fd, done)
+    assert done.noticed.told() == [".hg/hgrc", "bare"]
 
 
 def test_a_mode_that_is_none_is_an_ordinary_one(tmp_path: Path) -> None:

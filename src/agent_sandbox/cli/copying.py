@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agent_sandbox.cli import output
+from agent_sandbox.cli.version_control import Noticed
 from agent_sandbox.errors import PayloadTooLargeError
 
 MAX_ENTRIES = 1_000_000
@@ -25,6 +26,7 @@ class Copied:
     bytes: int = 0
     entries: int = 0
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    noticed: Noticed = field(default_factory=Noticed)
     tick: Callable[[], object] = lambda: None
     expect: Callable[[int], object] = lambda total: None
 
@@ -62,6 +64,10 @@ class Copied:
             output.note(f"left out {path}: {reason}")
         if len(self.skipped) > SHOWN:
             output.note(f"left out {len(self.skipped) - SHOWN} more")
+        programs = self.noticed.told()
+        if programs:
+            more = f" and {len(programs) - 1} more" if len(programs) > 1 else ""
+            output.note(f"look at {programs[0]}{more} before you go there: git and the like run programs that it names")
         output.note(f"copied {self.files} {'file' if self.files == 1 else 'files'}, {output.size(self.bytes)}")
 
 

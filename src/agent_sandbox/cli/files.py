@@ -65,7 +65,8 @@ def cp(
 
     A path in a sandbox is relative to /workspace. Where the target is a directory, the source goes into it. Modes,
     symbolic links and empty directories are kept. Devices and sockets, and on the way out of a sandbox links that lead
-    out of the copy, are left out and reported. An interrupted copy leaves nothing behind, unless it was filling a
+    out of the copy, are left out and reported. What comes out and names programs for git and other version control to
+    run is told: look at it first. An interrupted copy leaves nothing behind, unless it was filling a
     directory that was there.
     """
     there, here = _REMOTE.fullmatch(source), _REMOTE.fullmatch(target)
@@ -78,7 +79,8 @@ def cp(
             download(client.get(there[1]), _inside(there[2]), Path(target), done)
     if as_json:
         left_out = [{"path": path, "reason": reason} for path, reason in done.skipped]
-        output.data({"files": done.files, "bytes": done.bytes, "left_out": left_out})
+        programs = done.noticed.told()
+        output.data({"files": done.files, "bytes": done.bytes, "left_out": left_out, "runs_programs": programs})
     else:
         done.report()
 
@@ -153,10 +155,12 @@ def download(sandbox: Sandbox, source: str, target: Path, done: Copied) -> None:
         if not is_plain(name):
             raise InvalidRequestError(f"{source!r} has no name of its own: say a target that does not exist yet")
         target /= name
+    done.noticed.below = target.absolute().parts[1:]
     if found.type != "directory":
         if target.is_dir() and not target.is_symlink():
             raise ConflictError(f"{target} is a directory")
         done.expect(found.size)
+        done.noticed.see((), stat.S_IFREG)
         _receive_file(sandbox, source, found, target, done)
         return
     archived = source == WORKSPACE or source.startswith(WORKSPACE + "/")
@@ -278,6 +282,7 @@ def _receive_tree(sandbox: Sandbox, source: str, entries: list[Any], target_fd: 
             continue
         path = posixpath.join(source, entry.name)
         if entry.type == "file":
+            done.noticed.see(tuple(part for part in path.split("/") if part), stat.S_IFREG)
             _receive(sandbox, path, target_fd, entry.name, done)
         elif entry.type == "directory":
             try:

@@ -135,14 +135,18 @@ class _Writer:
         if parts is None:
             self._skip(member, "a name that leads elsewhere", content)
         elif member.isdir():
+            self._done.noticed.see(parts, stat.S_IFDIR)
             self._directory(parts, member)
         elif not parts:
             self._skip(member, "not a directory, but the root", content)
         elif member.isreg():
+            self._done.noticed.see(parts, stat.S_IFREG)
             self._file(parts, member, content)
         elif member.issym():
+            self._done.noticed.see(parts, stat.S_IFLNK)
             self._symlink(parts, member)
         elif member.islnk():
+            self._done.noticed.see(parts, stat.S_IFREG)
             self._hardlink(parts, member)
         else:
             self._skip(member, "not a regular file", content)

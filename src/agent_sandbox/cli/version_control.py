@@ -37,6 +37,8 @@ _OTHERS = {
 """Below a directory of that name: the files, or directories with all that is in them; the name itself where none is."""
 _POINTERS = {".jj/repo"}
 """Directories that lead elsewhere where they are files."""
+MAX_NOTICED = 1_000
+"""Names of a copy that are remembered; what has more is looked at in any case."""
 _LEFT_OUT = re.compile("[\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 
 
@@ -73,6 +75,34 @@ def runs_programs(
         if (inside[0] == ".git" and _of_git(inside, type)) or (inside[0] in _OTHERS and _of_another(inside, type)):
             return True
     return False
+
+
+class Noticed:
+    """What came of a copy that would make version control run programs. ``below`` is where the copy lies."""
+
+    def __init__(self, below: tuple[str, ...] = ()) -> None:
+        self.below = below
+        self.names: list[str] = []
+        self._marks: list[str] = []
+
+    def see(self, parts: tuple[str, ...], type: int) -> None:
+        """Take note of one entry of the copy, by its name in it and its type (``S_IFREG`` and so on).
+
+        No ``parts`` stand for a copy that is one file, which then is at ``below``, or for the root of one that is not.
+        """
+        whole = [*self.below, *parts]
+        if not whole or (not parts and type == stat.S_IFDIR):
+            return
+        name = "/".join(parts or whole[-1:])
+        if type != stat.S_IFDIR and runs_programs(whole, type):
+            if len(self.names) < MAX_NOTICED:
+                self.names.append(name)
+        elif len(self._marks) < MAX_NOTICED and _folded(whole[-1]) in {*_GIT, *set().union(*_REPOSITORIES)}:
+            self._marks.append(name)
+
+    def told(self) -> list[str]:
+        """The first names, and the directories that git takes for a repository by what is in them."""
+        return [*self.names, *(directory or "." for directory in sorted(repositories(self._marks)))]
 
 
 def _of_git(inside: list[str], type: int) -> bool:
