@@ -28,12 +28,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent_sandbox.errors import BackendError, ConflictError, InvalidRequestError, NotFoundError
+from agent_sandbox.errors import BackendError, ConflictError, ForbiddenError, InvalidRequestError, NotFoundError
+from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.images.confined import Tree, TreeWriter
 from agent_sandbox.images.digest import summarize
 from agent_sandbox.images.host import HostImage
@@ -138,6 +139,21 @@ class ImageStore:
             if digest in info.manifests:
                 return info.digest
         return ""
+
+    def resolve_allowed(self, reference: str, globs: Iterable[str]) -> ResolvedImage:
+        """As :meth:`resolve`, for content that the operator's ``globs`` allow. :class:`ForbiddenError` else.
+
+        Of a reference with a digest that counts, whatever the name before it says: the content must have an allowed
+        name, or none any more.
+        """
+        found = self.resolve(reference)
+        names = self.names(found.digest) if "@" in reference else []
+        if names and not any(is_allowed(own, globs) for own in names):
+            raise ForbiddenError(
+                f"image {reference!r} is another one, which is not allowed here; "
+                "AGENT_SANDBOX_ALLOWED_IMAGES says which are"
+            )
+        return found
 
     def names(self, digest: str) -> list[str]:
         """The names that lead to some content now."""

@@ -64,7 +64,6 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
     ConflictError,
-    ForbiddenError,
     InvalidRequestError,
     NotFoundError,
     SandboxError,
@@ -72,7 +71,6 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.guest import HELLO_SECONDS
 from agent_sandbox.images import ImageRoot, ImageStore
-from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.images.machine import Kernel, MachineImages, MachineRoot
 from agent_sandbox.types import Capabilities, EnvironmentInfo, ImagePull, PreparedWorkspace, ResolvedImage, SandboxSpec
 
@@ -178,15 +176,7 @@ class MicrovmBackend(GuestBackend):
 
     async def resolve_image(self, name: str) -> ResolvedImage:
         async with translated("resolving the image"):
-            found = await self._thread(self._images.resolve, name)
-            names = await self._thread(self._images.names, found.digest) if "@" in name else []
-        # The digest counts, whatever the name before it says: that must be of an allowed name, or of none any more.
-        allowed = self._settings.allowed_images
-        if names and not any(is_allowed(own, allowed) for own in names):
-            raise ForbiddenError(
-                f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
-            )
-        return found
+            return await self._thread(self._images.resolve_allowed, name, self._settings.allowed_images)
 
     def pulls(self) -> list[ImagePull]:
         return self._roots.told()

@@ -69,14 +69,12 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
     ConflictError,
-    ForbiddenError,
     InvalidRequestError,
     NotFoundError,
     SandboxError,
     UnsupportedError,
 )
 from agent_sandbox.images import ImageRoot, ImageStore
-from agent_sandbox.images.allowed import is_allowed
 from agent_sandbox.types import (
     Capabilities,
     EnvironmentInfo,
@@ -193,15 +191,7 @@ class OciBackend(GuestBackend):
 
     async def resolve_image(self, name: str) -> ResolvedImage:
         async with translated("resolving the image"):
-            found = await self._thread(self._images.resolve, name)
-            names = await self._thread(self._images.names, found.digest) if "@" in name else []
-        # The digest counts, whatever the name before it says: that must be of an allowed name, or of none any more.
-        allowed = self._settings.allowed_images
-        if names and not any(is_allowed(own, allowed) for own in names):
-            raise ForbiddenError(
-                f"image {name!r} is another one, which is not allowed here; AGENT_SANDBOX_ALLOWED_IMAGES says which are"
-            )
-        return found
+            return await self._thread(self._images.resolve_allowed, name, self._settings.allowed_images)
 
     # -- create --------------------------------------------------------------------------
 
