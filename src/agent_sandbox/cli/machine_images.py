@@ -35,7 +35,8 @@ def kernel(
 ) -> None:
     """Prepare the kernel that microVMs boot: Debian's linux-image-cloud-amd64, downloaded by apt and not installed.
 
-    Every driver that is needed is looked for, and what is missing is said. Machines that run keep their kernel.
+    Every driver that is needed is looked for, and what is missing is said. A server that runs keeps the kernel that it
+    started with.
     """
     from agent_sandbox.images.machine import MachineImages
 
