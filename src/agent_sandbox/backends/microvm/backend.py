@@ -47,13 +47,13 @@ from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates as BlankDisks
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
-from agent_sandbox.backends.linux.inspection import observe
 from agent_sandbox.backends.linux.process import processes_of
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_root
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import checkpoints
 from agent_sandbox.backends.microvm.config_image import MIB
+from agent_sandbox.backends.microvm.inspecting import details
 from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, Monitor
 from agent_sandbox.backends.microvm.places import Environment, Places, Record
 from agent_sandbox.backends.microvm.qemu import QemuMonitor
@@ -527,24 +527,11 @@ class MicrovmBackend(GuestBackend):
     async def inspect(self, id: str) -> EnvironmentInfo:
         record = await self._record(id)
         async with translated("inspecting the sandbox"):
-            machine, groups = await self._thread(self._machine, id), self._groups(id)
-            limits, usage = await self._thread(groups.limits), await self._thread(groups.usage)
-        spec, facts = record.spec, self._monitor.facts
-        details: dict[str, Any] = observe(machine.process if machine else None, {})
-        details.pop("mounts", None)
-        details |= {
-            "limits": {
-                "cpus": limits["cpus"],
-                "memory_bytes": spec.memory_mb * MIB,
-                "memory_swap_bytes": spec.memory_mb * MIB,
-                "pids": spec.pids_limit,
-                "disk_bytes": spec.disk_mb * MIB,
-            },
-            "usage": {"cpu_seconds": usage["cpu_seconds"]} if machine else {},
-            "image": spec.image,
-            "image_digest": spec.image_digest,
-            "runtime": f"{facts.name} {facts.version} ({'KVM' if facts.accelerated else 'TCG'})",
-            "guest_kernel": self._kernel.version if self._kernel else "",
+            machine, facts = await self._thread(self._machine, id), self._monitor.facts
+            process = None if machine is None else machine.process
+            shown = await self._thread(details, record.spec, process, self._groups(id), facts)
+        shown |= {
+            "guest_kernel": self._booted().version,
             "endpoint": str(self._places.environment(id).endpoint),
             "labels": {
                 "io.agent-sandbox.managed": "true",
@@ -552,7 +539,7 @@ class MicrovmBackend(GuestBackend):
                 "io.agent-sandbox.instance": self.instance,
             },
         }
-        return EnvironmentInfo(id, machine is not None, details)
+        return EnvironmentInfo(id, machine is not None, shown)
 
     # -- the daemon's side ---------------------------------------------------------------
 
