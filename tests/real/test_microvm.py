@@ -16,6 +16,7 @@ from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
+from agent_sandbox.guest import limits
 from agent_sandbox.types import ExecOutput, SandboxSpec
 from tests.real.leaks import resources, wait_until_clean
 
@@ -54,7 +55,7 @@ def status(pid: int) -> dict[str, str]:
 
 
 async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_workspace(
-    backend: MicrovmBackend, settings: Settings
+    backend: MicrovmBackend, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.create("sb1-1", SPEC)
     assert await shell(backend, "sb1-1", "echo kept > f; sync; cat f; uname -n") == "kept\nsb1-1\n"
@@ -65,9 +66,9 @@ async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_worksp
     (group,) = set(seen["Gid"].split())
     assert settings.id_range_base <= int(user) == int(group) < 0x7FFE_0000
     assert (seen["Groups"], seen["CapEff"], seen["NoNewPrivs"], seen["Seccomp"]) == ("", "0" * 16, "1", "2")
-    limits = details["limits"]
-    assert isinstance(limits, dict)
-    assert (limits["cpus"], limits["memory_bytes"], limits["pids"]) == (1.0, 256 << 20, 64)
+    limited = details["limits"]
+    assert isinstance(limited, dict)
+    assert (limited["cpus"], limited["memory_bytes"], limited["pids"]) == (1.0, 256 << 20, 64)
     endpoint = await backend.endpoint("sb1-1")
     endpoint.socket.close()
     for name in ("cmdline", "environ"):
@@ -83,6 +84,14 @@ async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_worksp
         await shell(backend, "sb1-1", "true")
     assert await backend.list_ids() == ["sb1-1"]
     await backend.start_environment("sb1-1")
+    assert await shell(backend, "sb1-1", "cat f") == "kept\n"
+
+    pid = int(str((await backend.inspect("sb1-1")).details["pid"]))
+    monkeypatch.setattr(limits, "PING_SECONDS", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(SandboxError, match="did not answer"):  # a guest that hangs is told, and nobody waits for ever
+        await shell(backend, "sb1-1", "true")
+    os.kill(pid, signal.SIGCONT)
     assert await shell(backend, "sb1-1", "cat f") == "kept\n"
 
     await backend.stop_environment("sb1-1")
