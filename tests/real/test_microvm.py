@@ -178,7 +178,10 @@ async def test_what_is_missing_is_told_with_its_remedy(settings: Settings, tmp_p
     for program, remedy in ((str(tmp_path / "none"), "apt-get install qemu"), ("/bin/true", "does not answer as QEMU")):
         with pytest.raises(BackendError, match=remedy):
             await changed(qemu=program).start()
+    backend = changed(machine_dir=str(tmp_path / "empty"))
     with pytest.raises(BackendError, match="agent-sandbox image kernel"):
-        await changed(machine_dir=str(tmp_path / "empty")).start()
+        await backend.start()
+    await backend.close()
+    assert not list(Path("/run/agent-sandbox").glob(f"{backend.instance}-*"))
     with pytest.raises(NotFoundError):
         await changed().inspect("sbnever-1")
