@@ -5,7 +5,8 @@ use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
 use crate::exec::Objects;
-use crate::machine::{Machine, group};
+use crate::machine::Machine;
+use crate::machine::group::{self, Slot};
 use crate::memory::Kills;
 use crate::transport::Transport;
 use crate::uploads::Replacing;
@@ -13,7 +14,7 @@ use crate::workers::{self, Workers};
 use rustix::net::SocketAddrAny;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::cell::{Cell, RefCell};
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::rc::{Rc, Weak};
@@ -63,7 +64,8 @@ pub struct Daemon {
     pub can_part: bool,
     /// What proves a client: that of the configuration, until a restored daemon is given another.
     pub key: Cell<[u8; 32]>,
-    supervisors: RefCell<HashSet<i32>>,
+    /// By their process ids, with the group of their command.
+    supervisors: RefCell<HashMap<i32, Option<Slot>>>,
     hunting: Cell<bool>,
     strangers: RefCell<VecDeque<Weak<Conn>>>,
     admitted: RefCell<Vec<Weak<Conn>>>,
@@ -166,8 +168,13 @@ impl Daemon {
         }
     }
 
-    pub fn supervisor_started(&self, pid: i32) {
-        self.supervisors.borrow_mut().insert(pid);
+    pub fn supervisor_started(&self, pid: i32, slot: Option<Slot>) {
+        self.supervisors.borrow_mut().insert(pid, slot);
+    }
+
+    /// How many processes the commands of a machine are.
+    pub fn command_processes(&self) -> rustix::io::Result<u64> {
+        self.supervisors.borrow().values().flatten().map(Slot::processes).sum()
     }
 
     /// Commands that are running or have left something running.
@@ -179,7 +186,12 @@ impl Daemon {
     pub fn reap(self: &Rc<Daemon>) {
         while let Ok(Some((pid, status))) = waitpid(None, WaitOptions::NOHANG) {
             let supervisor = self.supervisors.borrow_mut().remove(&pid.as_raw_nonzero().get());
-            if supervisor && status.exit_status().is_none() {
+            let Some(slot) = supervisor else { continue };
+            let died = status.exit_status().is_none();
+            if let (Some(machine), Some(slot)) = (&self.machine, slot) {
+                if died { machine.group.give_up(slot) } else { machine.group.give(slot) }
+            }
+            if died {
                 self.hunt_strays();
             }
         }
@@ -197,7 +209,7 @@ impl Daemon {
             while Instant::now() < end {
                 let mut found = false;
                 children::for_each(|pid| {
-                    if !daemon.supervisors.borrow().contains(&pid)
+                    if !daemon.supervisors.borrow().contains_key(&pid)
                         && let Some(pid) = Pid::from_raw(pid)
                     {
                         found = true;

@@ -17,7 +17,7 @@ use std::io;
 
 /// The descriptor of the control socket in the supervisor and, close-on-exec, in the child.
 pub const CONTROL: c_int = 3;
-/// The control group's in the supervisor until the command is forked.
+/// The control group of the command, in a machine.
 const GROUP: c_int = 4;
 /// Above the descriptors that are put in their places.
 const OUT_OF_THE_WAY: c_int = 64;
@@ -209,9 +209,6 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
             Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
             libc::_exit(1);
         }
-        if fds.group >= 0 {
-            libc::close(GROUP);
-        }
         // The command's output ends when the command and its children are done with it.
         for fd in 0..CONTROL {
             libc::close(fd);
@@ -219,7 +216,7 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
         if fds.announce {
             libc::close(running[1]);
         }
-        watch(Tree { command: child, starting: running[0] })
+        watch(Tree { command: child, starting: running[0], grouped: fds.group >= 0 })
     }
 }
 
@@ -265,6 +262,8 @@ struct Tree {
     command: pid_t,
     /// Its end means that the program runs, or will not; -1 when that is nobody's business or was said.
     starting: c_int,
+    /// It has a control group of its own.
+    grouped: bool,
 }
 
 impl Tree {
@@ -417,6 +416,10 @@ unsafe fn kill_tree(tree: &mut Tree) -> Reaped {
     let end = seconds() + KILL_SECONDS;
     let mut quiet = 0;
     let mut count = 0;
+    if tree.grouped {
+        // SAFETY: as for this function.
+        unsafe { kill_group() };
+    }
     loop {
         let mut alive = false;
         crate::children::for_each(|pid| {
@@ -443,6 +446,22 @@ unsafe fn kill_tree(tree: &mut Tree) -> Reaped {
         if alive {
             // SAFETY: as for this function.
             unsafe { pause([-1; 2], 1) };
+        }
+    }
+}
+
+/// Have the kernel kill everybody in the command's group, with whom they are forking at the moment: nobody escapes by being
+/// faster. Who is dead has to be reaped all the same.
+///
+/// # Safety
+/// As for [`supervise`].
+unsafe fn kill_group() {
+    // SAFETY: constant strings and a descriptor that is closed again.
+    unsafe {
+        let fd = libc::openat(GROUP, c"cgroup.kill".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if fd >= 0 {
+            libc::write(fd, c"1".as_ptr().cast(), 1);
+            libc::close(fd);
         }
     }
 }

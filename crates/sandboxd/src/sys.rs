@@ -25,7 +25,7 @@ pub fn info(daemon: &Daemon) -> Vec<u8> {
 pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
     let processes = match &daemon.machine {
         // Its kernel's threads are in `/proc` too.
-        Some(machine) => machine.group.processes()?,
+        Some(_) => daemon.command_processes()?,
         None => processes()?.saturating_sub(1 + daemon.execs() as u64),
     };
     Ok(MapWriter::new(4)

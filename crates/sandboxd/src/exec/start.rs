@@ -7,6 +7,7 @@ use super::{Pipe, Running, tty};
 use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure, words};
+use crate::machine::group::Slot;
 use crate::supervisor::{self, Descriptors};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -82,23 +83,30 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         [stdout, stderr, stdin, ..] => [stdin, stdout, stderr],
         [] => return Err(Failure::new(Code::Internal, "a command without output")),
     };
+    let slot = daemon.machine.as_ref().map(|machine| machine.group.take()).transpose()?;
     let descriptors = Descriptors {
         control: control_child.as_raw_fd(),
         stdin: stdin.as_raw_fd(),
         stdout: stdout.as_raw_fd(),
         stderr: stderr.as_raw_fd(),
-        group: daemon.machine.as_ref().map_or(-1, |machine| machine.group.descriptor()),
+        group: slot.as_ref().map_or(-1, Slot::descriptor),
         announce: request.name.is_some(),
     };
     let kills = request.name.as_ref().and_then(|_| daemon.kills.count());
-    let pid = supervisor::spawn(&request.plan, &descriptors).map_err(|error| {
-        let errno = error.raw_os_error().unwrap_or(0);
-        Failure::new(
-            Code::of(Errno::from_raw_os_error(errno)),
-            format!("no process for a command: {}", words(errno)),
-        )
-    })?;
-    daemon.supervisor_started(pid);
+    let pid = match supervisor::spawn(&request.plan, &descriptors) {
+        Ok(pid) => pid,
+        Err(error) => {
+            if let (Some(machine), Some(slot)) = (&daemon.machine, slot) {
+                machine.group.give(slot);
+            }
+            let errno = error.raw_os_error().unwrap_or(0);
+            return Err(Failure::new(
+                Code::of(Errno::from_raw_os_error(errno)),
+                format!("no process for a command: {}", words(errno)),
+            ));
+        }
+    };
+    daemon.supervisor_started(pid, slot);
     let has_tty = request.tty.is_some();
     let object = request.name.map(|name| {
         let object = Object::new(name, has_tty, input.clone(), control.clone());

@@ -15,6 +15,7 @@ use rustix::mount::{MountFlags, mount, mount_bind, mount_move, mount_remount};
 use rustix::process::{Resource, Rlimit, chdir, chroot, setrlimit};
 use std::ffi::{CStr, CString};
 use std::fs::{File, OpenOptions, create_dir_all, read_dir, read_to_string, remove_file, write};
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -226,7 +227,7 @@ fn mount_workspace() -> Result<(), String> {
     match std::fs::create_dir(&directory) {
         Ok(()) => std::fs::set_permissions(&directory, PermissionsExt::from_mode(0o755))
             .map_err(|error| format!("{directory}: {error}"))?,
-        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
         Err(error) => return Err(format!("{directory}: {error}")),
     }
     mount_bind(&directory, format!("{NEW}/workspace"))
@@ -307,7 +308,13 @@ fn set_kernel(identity: &Identity) -> Result<(), String> {
         ("vm/overcommit_memory", "1".to_string()),
     ] {
         let path = Path::new("/proc/sys").join(name);
-        write(&path, value).map_err(|error| format!("{}: {error}", path.display()))?;
+        match write(&path, value) {
+            // A kernel that was built without it has nothing to be set.
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(format!("{}: {error}", path.display()));
+            }
+            _ => {}
+        }
     }
     // Inherited by supervisors, which the kernel then spares; a command raises its own.
     write("/proc/self/oom_score_adj", "-1000").map_err(|error| format!("oom_score_adj: {error}"))
