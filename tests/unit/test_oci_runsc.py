@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.processor import machine
 from agent_sandbox.backends.oci import checkpoints
 from agent_sandbox.backends.oci.daemons import Daemons
 from agent_sandbox.backends.oci.runsc import Runsc
@@ -146,7 +147,7 @@ def test_a_manifest_is_read_back_and_refused_for_each_field(tmp_path: Path) -> N
 def test_the_machine_is_its_features_in_any_order(tmp_path: Path) -> None:
     def kind(text: str) -> str:
         (tmp_path / "cpuinfo").write_text(text)
-        return checkpoints.machine(tmp_path / "cpuinfo")
+        return machine(tmp_path / "cpuinfo")
 
     assert kind("processor : 0\nflags : sse avx\n") == kind("flags\t\t: avx sse\nflags\t\t: avx sse\n")
     assert kind("flags : sse avx\n") != kind("flags : sse\n")

@@ -1,4 +1,4 @@
-"""Starting a program with exact descriptors, apart from this process's session.
+"""Finding a program, and starting it with exact descriptors, apart from this process's session.
 
 Programs take the descriptors to pass on by number (3, 4, …), which in a process full of descriptors only a spawn with
 file actions can give without a helper: :func:`os.posix_spawn`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 
@@ -17,6 +18,14 @@ from agent_sandbox.errors import BackendError
 ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 _SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
 """Python ignores the first two and a server's starter may ignore others; a sandbox must not inherit that."""
+
+
+def find_program(name: str, remedy: str) -> str:
+    """The path of a program. :class:`BackendError` with the remedy when it is not there."""
+    program = shutil.which(name, path=os.environ.get("PATH", "") + ":" + ENVIRONMENT["PATH"])
+    if program is None:
+        raise BackendError(f"{name} is not installed; {remedy}")
+    return program
 
 
 def spawn(

@@ -17,9 +17,7 @@ When changing the manifest: count its version up; an older one is then refused, 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import platform
 import stat
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.processor import machine
 from agent_sandbox.backends.oci.environment import Record, write_private
 from agent_sandbox.errors import BackendError, ConflictError
 
@@ -92,16 +91,6 @@ def made_of(record: Record, runtime: str, daemon: str) -> Made:
         memory_mb=spec.memory_mb,
         daemon=daemon,
     )
-
-
-def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """This machine's kind: its architecture and a digest of its processor's features (proc_cpuinfo(5))."""
-    features: set[str] = set()
-    for line in cpuinfo.read_text(errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            features |= set(value.split())
-    return f"{platform.machine()}-{hashlib.sha256(' '.join(sorted(features)).encode()).hexdigest()[:12]}"
 
 
 def require(made: Made, wanted: Made) -> None:

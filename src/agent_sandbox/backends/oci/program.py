@@ -1,8 +1,7 @@
 """Driving the program of a runtime: starting it with exact descriptors, waiting for it, never for ever.
 
-Runtimes take the descriptors to pass on by number (3, 4, …), which in a process full of descriptors only a spawn with
-file actions can give without a helper: :func:`os.posix_spawn`. The child is waited for through a pidfd on the event
-loop. It runs in its own session, so that a Ctrl-C at the server's terminal reaches neither it nor a sandbox.
+Runtimes take the descriptors to pass on by number (see ``spawning.py``). The child is waited for through a pidfd on the
+event loop. It runs in its own session, so that a Ctrl-C at the server's terminal reaches neither it nor a sandbox.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import errno
-import fcntl
 import os
-import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.spawning import find_program, spawn
 from agent_sandbox.errors import BackendError
 
 _VERSION_SECONDS = 10.0
@@ -28,17 +25,6 @@ _KILL_GRACE_SECONDS = 5.0
 _QUIESCE_SECONDS, _QUIESCE_PAUSE_SECONDS = 10.0, 0.05
 """A process of a sandbox could pretend to be such a call, so the wait ends whatever is there."""
 _OUTPUT_BYTES = 4096
-_ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT]
-"""Python ignores the first two and a server's starter may ignore others; a sandbox must not inherit that."""
-
-
-def find_program(name: str, remedy: str) -> str:
-    """The path of a program. :class:`BackendError` with the remedy when it is not there."""
-    program = shutil.which(name, path=os.environ.get("PATH", "") + ":" + _ENV["PATH"])
-    if program is None:
-        raise BackendError(f"{name} is not installed; {remedy}")
-    return program
 
 
 class Runtime(abc.ABC):
@@ -137,24 +123,10 @@ class Runtime(abc.ABC):
         return code
 
     def _spawn(self, argv: list[str], output: int, descriptors: Sequence[int]) -> int:
-        first_free = 3 + len(descriptors)
-        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first_free) for fd in (output, *descriptors)]
         try:
-            actions: list[tuple[int, ...]] = [
-                (os.POSIX_SPAWN_DUP2, copies[0], 1),
-                (os.POSIX_SPAWN_DUP2, copies[0], 2),
-                *((os.POSIX_SPAWN_DUP2, copy, 3 + index) for index, copy in enumerate(copies[1:])),
-            ]
-            null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-            return os.posix_spawn(
-                argv[0], argv, _ENV, file_actions=[null, *actions], setsid=True, setsigmask=[], setsigdef=_SIGNALS
-            )
+            return spawn(argv, output, descriptors, self.remedy)
         except OSError as error:
-            remedy = f"; {self.remedy}" if error.errno == errno.ENOENT else ""
-            raise BackendError(f"cannot start {argv[0]}: {error.strerror}{remedy}") from error
-        finally:
-            for copy in copies:
-                os.close(copy)
+            raise BackendError(f"cannot start {argv[0]}: {error.strerror}") from error
 
 
 def _reap(pid: int) -> int:

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agent_sandbox.backends.linux.process import Process
-from agent_sandbox.backends.oci.program import Runtime, find_program
+from agent_sandbox.backends.linux.spawning import find_program
+from agent_sandbox.backends.oci.program import Runtime
 from agent_sandbox.errors import BackendError
 
 _RUN_SECONDS, _DELETE_SECONDS = 30.0, 20.0
