@@ -66,6 +66,14 @@ async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_worksp
     (group,) = set(seen["Gid"].split())
     assert settings.id_range_base <= int(user) == int(group) < 0x7FFE_0000
     assert (seen["Groups"], seen["CapEff"], seen["NoNewPrivs"], seen["Seccomp"]) == ("", "0" * 16, "1", "2")
+    for namespace in ("net", "ipc"):
+        assert Path(f"/proc/{pid}/ns/{namespace}").readlink() != Path(f"/proc/self/ns/{namespace}").readlink()
+    assert Path(f"/proc/{pid}/net/dev").read_text().count(":") == 1  # the loopback, which is down
+    allowed = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    found = {line[:26].strip(): line[26:].split()[:2] for line in allowed}
+    assert found["Max file size"] == [str(64 << 20)] * 2
+    assert found["Max core file size"] == ["1", "1"]
+    assert int(found["Max processes"][1]) < 1000
     limited = details["limits"]
     assert isinstance(limited, dict)
     assert (limited["cpus"], limited["memory_bytes"], limited["pids"]) == (1.0, 256 << 20, 64)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from agent_sandbox.backends.microvm import memory
 from agent_sandbox.errors import BackendError, ConflictError
 
 MIB = memory.MIB
+IDLER = "import sys; print('ready', flush=True); sys.stdin.read()"
 HOLDER = """
 import mmap, os, sys
 flags = mmap.MAP_SHARED if sys.argv[1] == "shared" else mmap.MAP_PRIVATE
@@ -31,9 +33,13 @@ sys.stdin.read()
 
 def holding(given: int, how: str, **values: int) -> Iterator[Process]:
     """A process that maps a memory as QEMU does, and has written ``values`` to offsets of it."""
-    parts = [f"{offset}:{value}" for value, offset in values.items()]
+    return waiting(given, HOLDER, how, str(given), *(f"{offset}:{value}" for value, offset in values.items()))
+
+
+def waiting(given: int, program: str = IDLER, *arguments: str) -> Iterator[Process]:
+    """A process that has the descriptor ``given``."""
     child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, how, str(given), *parts],
+        [sys.executable, "-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(given,),
@@ -109,6 +115,63 @@ def test_a_filled_memory_is_kept_for_the_next_and_made_anew_for_another_file(tmp
     assert os.pread(one, 1, 0) == b"\0"  # who has it keeps it
     for descriptor in (one, two, three):
         os.close(descriptor)
+
+
+def test_only_the_latest_filled_memory_may_be_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "KEPT_BYTES", 3 * MIB)
+    fills = memory.Fills()
+
+    def inode(name: str, megabytes: int) -> int:
+        path = tmp_path / name
+        if not path.exists():
+            path.write_bytes(b"x" * (megabytes * MIB))
+        descriptor = fills.open(path, megabytes)
+        try:
+            return os.fstat(descriptor).st_ino
+        finally:
+            os.close(descriptor)
+
+    small, other = inode("small", 1), inode("other", 1)
+    assert (inode("small", 1), inode("other", 1)) == (small, other)  # small ones are kept beside each other
+    large = inode("large", 8)
+    assert inode("large", 8) == large  # many go on from the one that was saved last
+    inode("another", 1)
+    assert inode("large", 8) != large  # which does not stay once others are asked for
+    fills.close()
+
+
+def test_a_filled_memory_goes_with_its_file(tmp_path: Path) -> None:
+    fills = memory.Fills()
+    for name in ("deleted", "there"):
+        (tmp_path / name).write_bytes(b"secret".ljust(MIB, b"x"))
+    os.close(fills.open(tmp_path / "deleted", 1))
+
+    def held() -> int:
+        links = [entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        return sum("memfd:guest-memory" in str(link) for link in links)
+
+    before = held()
+    (tmp_path / "deleted").unlink()
+    os.close(fills.open(tmp_path / "there", 1))
+    assert held() == before  # one came and one went
+    fills.close()
+    assert held() == before - 1
+
+
+def test_a_monitor_that_put_a_pipe_in_its_memorys_place_makes_nobody_wait(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Nobody writes to it, so whoever opens it for reading waits.
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for process in waiting(reading):
+        with ThreadPoolExecutor(1) as pool:
+            saving = pool.submit(memory.save, process, reading, 1, tmp_path / "saved")
+            done, _ = wait([saving], 60)
+            os.close(os.open(pipe, os.O_RDWR))  # lets go whoever does wait
+        assert done, "the monitor decides when memory.save returns"
+        with pytest.raises(BackendError, match="as it was started"):
+            saving.result()
+    os.close(reading)
 
 
 def test_a_monitor_that_ended_or_has_another_memory_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ Strategy
   on from what was saved maps a filled one, privately: pages that it writes become its own, the others are everybody's.
 * The filled one is sealed against writing. QEMU before 8.2 opens its memory for reading and writing even where it maps
   it privately; a monitor that its guest has taken over must not reach into its siblings' memory by that.
-* It is filled once from the saved file and kept for the next fork, a few of them (:data:`KEPT`): so forks copy nothing.
+* It is filled once from the saved file and kept for the next fork, so forks copy nothing: the latest, and of those
+  before it a few (:data:`KEPT`) that are small together. It counts as the server's memory, and clients choose its size.
+  Those whose file was deleted go as soon as another is opened.
 * Known ugliness: a page that was not saved, when it is touched first, becomes one of the memfd and one of the machine's
   own, since a memfd has no page for what is not there. All machines of one memfd share the first.
 * A paused machine's memory is read through ``/proc``: where its memfd holds data, and where pages have become its own
@@ -31,9 +33,10 @@ from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.errors import BackendError, ConflictError
 
 KEPT = 4
-"""Filled memories that wait for the next fork, each of the size of what was saved: templates and the latest
-checkpoints."""
+"""Filled memories that wait for the next fork: templates and the latest checkpoints."""
 MIB = 1024 * 1024
+KEPT_BYTES = 1024 * MIB
+"""What they may hold together, but for the latest. A template's holds some 100 MiB."""
 _NAME = "guest-memory"
 _MAPPING = f"/memfd:{_NAME} (deleted)"
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -122,31 +125,51 @@ def save(process: Process, given: int, memory_mb: int, dest: Path) -> None:
         os.close(proc)
 
 
+_Name = tuple[int, int, int, int]
+_BLOCK = 512
+"""Of st_blocks, see inode(7)."""
+
+
+def _name(saved: Path) -> _Name | None:
+    """What a file is known by while nobody replaces it; None where there is none."""
+    try:
+        state = saved.lstat()
+    except FileNotFoundError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+
+
 class Fills:
     """The filled memories that are kept for the next machine which goes on from one. For any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, int, int, int], int] = OrderedDict()
+        self._kept: OrderedDict[tuple[Path, _Name], int] = OrderedDict()
 
     def open(self, saved: Path, memory_mb: int) -> int:
         """A descriptor of the memory with the content of ``saved``, the caller's to close. Errors as :func:`filled`."""
-        try:
-            state = saved.lstat()
-        except FileNotFoundError:
-            raise ConflictError("the machine's saved memory is not there") from None
-        name = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
         with self._lock:
-            if name not in self._kept:
-                self._kept[name] = filled(saved, memory_mb)
-            self._kept.move_to_end(name)
-            memory = fcntl.fcntl(self._kept[name], fcntl.F_DUPFD_CLOEXEC, 0)
-            while len(self._kept) > KEPT:
+            for path, known in list(self._kept):
+                if _name(path) != known:
+                    os.close(self._kept.pop((path, known)))
+            name = _name(saved)
+            if name is None:
+                raise ConflictError("the machine's saved memory is not there")
+            key = (saved, name)
+            if key not in self._kept:
+                self._kept[key] = filled(saved, memory_mb)
+            self._kept.move_to_end(key)
+            memory = fcntl.fcntl(self._kept[key], fcntl.F_DUPFD_CLOEXEC, 0)
+            while len(self._kept) > KEPT or (len(self._kept) > 1 and self._bytes() > KEPT_BYTES):
                 os.close(self._kept.popitem(last=False)[1])
-        if os.fstat(memory).st_size != memory_mb * MIB:
+        size = os.fstat(memory).st_size
+        if size != memory_mb * MIB:
             os.close(memory)
-            raise ConflictError(f"the saved memory has {state.st_size} bytes, and {memory_mb} MiB are asked for")
+            raise ConflictError(f"the saved memory has {size} bytes, and {memory_mb} MiB are asked for")
         return memory
+
+    def _bytes(self) -> int:
+        return sum(os.fstat(memory).st_blocks * _BLOCK for memory in self._kept.values())
 
     def close(self) -> None:
         """Let them go; machines that have one keep it."""
@@ -254,7 +277,8 @@ def _extents(file: int, size: int) -> Iterator[Range]:
 
 
 def _open(proc: int, name: str) -> int:
-    return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    """Open a file of a process's, which waits for nobody, whatever the process has put in its place."""
+    return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=proc)
 
 
 def _ended() -> BackendError:

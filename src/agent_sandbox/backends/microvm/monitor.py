@@ -11,7 +11,7 @@ The rules
 * A machine outlives the server. What the next server needs to know of it is a :class:`Machine`, which its backend
   keeps; the monitor keeps nothing.
 * The monitor's process is the guest's if the guest breaks out of its machine. It runs as the user that the spec names,
-  is handed its files as open descriptors, and may open no other. Whatever it says is capped and never a path.
+  is handed its files as open descriptors, needs no other, and has no network. What it says is capped and never a path.
 * Each method raises :class:`~agent_sandbox.errors.BackendError` where the monitor fails or does not answer in time, and
   nothing else but what it says.
 """

@@ -1,9 +1,12 @@
-"""QEMU as a monitor: each machine is one process that outlives the server and can open nothing.
+"""QEMU as a monitor: each machine is one process that outlives the server and has no rights of its own.
 
 Strategy
 --------
 * The server opens files, binds sockets and makes the memory; QEMU is started by ``setpriv`` as a user without rights,
   with these descriptors, under its own system call filter. It needs no path, so its directories may be closed.
+* A guest that has taken QEMU over is a stranger with a user id of its own on the host: ``unshare`` leaves it no network
+  and no abstract socket, and limits of its process keep it from growing its drive, endless threads and core dumps.
+  It still sees the files and sockets that everybody may open.
 * Nothing that QEMU writes grows: the guest's console, and what QEMU says of errors, go into small files of fixed size
   that have no name. The console's beginning is what tells why a guest did not boot.
 * It starts with its processors stopped. Its control socket answers once everything is in place, so an error comes
@@ -73,6 +76,8 @@ _OUTPUT_BYTES = 16 * 1024
 _CONSOLE_BYTES = 64 * 1024
 _CONSOLES_KEPT = 64
 """Of machines that ended, until somebody asks why."""
+_THREADS = 128
+"""Beside those of its processors: QEMU has at most 64 for its drives, and a few more."""
 _SOCKET_PATH_BYTES = 107
 """unix(7): an address holds 108 bytes with the zero at its end."""
 _VERSION = re.compile(r"^QEMU emulator version (\S+(?: \([^)]*\))?)")
@@ -90,6 +95,8 @@ class QemuMonitor:
         self._name = program or "qemu-system-x86_64"
         self._program = ""
         self._setpriv = ""
+        self._unshare = ""
+        self._prlimit = ""
         self._facts: Facts | None = None
         self._tsc_khz: int | None = None
         self._fills = memory.Fills()
@@ -105,7 +112,9 @@ class QemuMonitor:
     async def find(self) -> Facts:
         if self._facts is None or not os.access(self._program, os.X_OK):
             self._program = _find(self._name, REMEDY)
-            self._setpriv = _find("setpriv", "install it with: apt-get install util-linux")
+            self._setpriv, self._unshare, self._prlimit = (
+                _find(name, "install it with: apt-get install util-linux") for name in ("setpriv", "unshare", "prlimit")
+            )
             self._facts = await self._look()
         return self._facts
 
@@ -223,6 +232,8 @@ class QemuMonitor:
                 ours, theirs = _pair(stack)
                 files.append(listening.enter_context(theirs).fileno())
             argv = [
+                *(self._unshare, "--net", "--ipc", "--"),
+                *(self._prlimit, *await _thread(_limits, spec), "--"),
                 *(self._setpriv, f"--reuid={spec.uid}", f"--regid={spec.gid}", *self._groups(), "--no-new-privs", "--"),
                 self._program,
                 *command.arguments(spec, self.facts, goes_on=saved is not None, tsc_khz=self._tsc_khz),
@@ -314,12 +325,20 @@ class QemuMonitor:
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
+def _limits(spec: MachineSpec) -> list[str]:
+    """What a monitor may take of the host beside memory and time, as prlimit(1) takes it."""
+    written = max(spec.workspace.stat().st_size, _CONSOLE_BYTES, _OUTPUT_BYTES)
+    # A core of 0 would not keep the host's handler from getting the guest's memory where core_pattern is a program.
+    return [f"--fsize={written}", f"--nproc={spec.vcpus + _THREADS}", "--core=1"]
+
+
 async def _let_run(directory: Path, feeding: socket.socket | None, state: bytes) -> None:
     """Wait until everything is in place, and let the processors go."""
     async with Qmp(directory / QMP_SOCKET, _START_SECONDS) as qmp:
         if feeding is not None:
             async with asyncio.timeout(_START_SECONDS):
                 await asyncio.get_running_loop().sock_sendall(feeding, state)
+            feeding.shutdown(socket.SHUT_WR)  # so that a state which was cut off is an error, and not waited for
             while True:
                 status = _status(await qmp.execute("query-status"))
                 if status == "paused":
