@@ -15,7 +15,7 @@ from agent_sandbox.backends.microvm import checkpoints, templates
 from agent_sandbox.backends.microvm.checkpoints import Made
 from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE
 from agent_sandbox.backends.microvm.templates import Templates
-from agent_sandbox.errors import BackendError, ConflictError
+from agent_sandbox.errors import BackendError, ConflictError, SandboxError
 
 MADE = Made(
     monitor="qemu 7.2",
@@ -163,3 +163,44 @@ async def test_what_is_in_use_is_not_removed_and_the_oldest_goes(
     assert not half.exists()
     shutil.rmtree(tmp_path / "t")
     kept.clear()
+
+
+@pytest.mark.parametrize("error", [BackendError("QEMU ended"), ConflictError("damaged")])
+async def test_one_that_did_not_go_on_is_made_anew_for_the_next(tmp_path: Path, error: SandboxError) -> None:
+    made: list[Path] = []
+
+    async def make(directory: Path) -> None:
+        fill(directory)
+        made.append(directory)
+
+    kept = Templates(tmp_path / "template")
+    with pytest.raises(type(error)):
+        async with kept.use(MADE, make) as path:
+            raise error
+    assert list((tmp_path / "template").iterdir()) == []
+    with pytest.raises(OSError, match="disk full"):
+        async with kept.use(MADE, make) as path:
+            raise OSError("disk full")
+    async with kept.use(MADE, make) as path:
+        assert list((tmp_path / "template").iterdir()) == [path]
+    assert len(made) == 2
+
+
+async def test_another_servers_tidying_takes_no_place_that_is_about_to_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = templates._lock, list[Path]()
+
+    def late(path: Path, how: int) -> int:
+        if path.name.startswith(".new-") and not taken:
+            taken.append(path)
+            path.rmdir()
+        return lock(path, how)
+
+    async def make(directory: Path) -> None:
+        fill(directory)
+
+    monkeypatch.setattr(templates, "_lock", late)
+    async with Templates(tmp_path / "template").use(MADE, make) as path:
+        assert path.is_dir()
+    assert len(taken) == 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -60,7 +61,8 @@ class Templates:
         """Give the directory of the template for ``made``, which stays while the block runs.
 
         Where there is none, ``make`` saves a machine into the empty directory it is given; who wants the same one
-        meanwhile waits for it. What ``make`` raises goes on to who called it; the next one tries again.
+        meanwhile waits for it. What ``make`` raises goes on to who called it; the next one tries again. Where the
+        block fails with an error of the backend's, the template may be damaged: it is removed.
         """
         path = self._directory / hashlib.sha256(msgspec.json.encode(made)).hexdigest()[:32]
         for _ in range(_TRIES):
@@ -72,16 +74,24 @@ class Templates:
             if held is not None:
                 try:
                     yield path
-                finally:
+                except (BackendError, ConflictError):
+                    # What does not go on is not kept for the next one. Others that go on from it now keep it.
                     os.close(held)
+                    held = None
+                    _log.warning("the template %s did not go on, and goes", path.name)
+                    await asyncio.to_thread(_remove, path)
+                    raise
+                finally:
+                    if held is not None:
+                        os.close(held)
                 return
         raise BackendError("the template of the machine is removed as soon as it is made")
 
     async def _make(self, path: Path, made: Made, make: Callable[[Path], Awaitable[None]]) -> None:
-        aside = self._directory / f"{_NEW}{secrets.token_hex(8)}"
-        await asyncio.to_thread(aside.mkdir, 0o700, True)
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, _lock(aside, fcntl.LOCK_EX))
+            # It takes a moment. On a thread, a cancellation would leave it.
+            aside, held = _begin(self._directory)
+            stack.callback(os.close, held)
             try:
                 await make(aside)
                 await asyncio.to_thread(checkpoints.seal, aside, made)
@@ -120,7 +130,22 @@ def _put(aside: Path, path: Path) -> None:
         checkpoints.read(path)
         return
     _remove(path)
-    aside.rename(path)
+    try:
+        aside.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another's, since the look at it
+            raise
+
+
+def _begin(directory: Path) -> tuple[Path, int]:
+    """Make a place to make one in, and lock it."""
+    for _ in range(_TRIES):
+        aside = directory / f"{_NEW}{secrets.token_hex(8)}"
+        aside.mkdir(mode=0o700, parents=True)
+        # Without a lock, another server may take it for one that a crash left.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            return aside, _lock(aside, fcntl.LOCK_EX)
+    raise BackendError("what is made of the machine's template is removed again and again by another server")
 
 
 def _remove(path: Path) -> None:
