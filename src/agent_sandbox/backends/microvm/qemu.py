@@ -67,6 +67,7 @@ _PROBE_FIRMWARE = (
 _START_SECONDS = 60.0
 """QEMU is ready in 0.1 s; a host with more machines than processors takes longer."""
 _PROBE_SECONDS = 10.0
+_NOBODY = 65534
 _QUIT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.002
 _STATE_BYTES = 64 << 20
@@ -183,7 +184,7 @@ class QemuMonitor:
         return Facts("qemu", version, False, f"emulated at {rate}", why)
 
     async def _why_not_kvm(self) -> str:
-        """Try it with a guest of a few bytes, which ends the machine; say what is in the way, "" when nothing is."""
+        """Try it with a guest of a few bytes, as a user without rights; say what is in the way, "" when nothing is."""
         if not await _thread(KVM.exists):
             return (
                 "there is no /dev/kvm (load kvm_intel or kvm_amd; in a virtual machine, enable nested virtualization)"
@@ -192,6 +193,7 @@ class QemuMonitor:
             firmware = _memfd(stack, "firmware", len(_PROBE_FIRMWARE), _PROBE_FIRMWARE)
             code, output = await self._run(
                 [
+                    *self._without_rights(_NOBODY, _NOBODY, True),
                     self._program,
                     *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
                     *("-machine", "microvm", "-accel", "kvm", "-cpu", command.cpu_model(True), "-m", "16M"),
@@ -202,6 +204,8 @@ class QemuMonitor:
             )
         if code == _PROBE_CODE:
             return ""
+        if "Permission denied" in output:
+            return "a monitor, which has no rights, may not open it; run: chgrp kvm /dev/kvm && chmod 0660 /dev/kvm"
         if code == -signal.SIGKILL:
             return f"a guest of a few instructions did not finish within {_PROBE_SECONDS:g} seconds on it"
         return f"a guest does not run on it: {clean(output) or f'QEMU ended with code {code}'}"
@@ -234,7 +238,7 @@ class QemuMonitor:
             argv = [
                 *(self._unshare, "--net", "--ipc", "--"),
                 *(self._prlimit, *await _thread(_limits, spec), "--"),
-                *(self._setpriv, f"--reuid={spec.uid}", f"--regid={spec.gid}", *self._groups(), "--no-new-privs", "--"),
+                *self._without_rights(spec.uid, spec.gid, self.facts.accelerated),
                 self._program,
                 *command.arguments(spec, self.facts, goes_on=saved is not None, tsc_khz=self._tsc_khz),
             ]
@@ -274,12 +278,13 @@ class QemuMonitor:
             memory_file = self._fills.open(saved / MEMORY_FILE, spec.memory_mb)
         return [*sockets, *files, _owned(stack, memory_file)]
 
-    def _groups(self) -> list[str]:
-        """What lets QEMU open /dev/kvm, and nothing more."""
-        if self.facts.accelerated:
+    def _without_rights(self, uid: int, gid: int, with_kvm: bool) -> list[str]:
+        """What runs before QEMU to take its rights from it: all but those to /dev/kvm that a group has."""
+        groups = "--clear-groups"
+        if with_kvm:
             with contextlib.suppress(OSError):
-                return [f"--groups={KVM.stat().st_gid}"]
-        return ["--clear-groups"]
+                groups = f"--groups={KVM.stat().st_gid}"
+        return [self._setpriv, f"--reuid={uid}", f"--regid={gid}", groups, "--no-new-privs", "--"]
 
     def _watch(self, pid: int) -> None:
         """Reap a child when it ends, as long as this monitor is open."""
