@@ -27,7 +27,7 @@ mod tty;
 use crate::conn::{Fate, Input as Piece, Stream};
 use crate::daemon::{Daemon, SCRATCH};
 use crate::pack::MapWriter;
-use crate::supervisor::{KILL, REPORT_BYTES, Report, Stage};
+use crate::supervisor::{self, KILL, REPORT_BYTES, Report, Stage};
 use input::{Fault, Input};
 use object::{End, Object};
 use outcome::{Exit, Facts};
@@ -47,8 +47,8 @@ pub use tty::Size;
 
 /// What may still come out of the pipes after the command's end.
 const MAX_DRAIN: usize = 1 << 20;
-/// The supervisor's own bound is 5 s.
-const KILL_TIME: Duration = Duration::from_secs(6);
+/// A supervisor that does not answer has been given more than its own time.
+const BEYOND_KILL_TIME: Duration = Duration::from_secs(1);
 
 /// Where the command's output comes from.
 struct Pipe {
@@ -171,6 +171,7 @@ impl Running {
             let pipe = |index: usize| self.pipes.get(index).map(|pipe| &*pipe.fd).filter(|_| may_read);
             let absent = self.daemon.absence.is_on();
             let deadline = self.started + timeout + self.absence();
+            let kill_time = supervisor::kill_time(self.daemon.machine.is_some()) + BEYOND_KILL_TIME;
             tokio::select! {
                 () = readable(self.control.as_deref()) => {}
                 () = readable(pipe(0)) => {}
@@ -185,7 +186,7 @@ impl Running {
                         self.kill();
                     }
                 }
-                () = at(self.killing.map(|since| since + KILL_TIME)), if !over => {
+                () = at(self.killing.map(|since| since + kill_time)), if !over => {
                     self.killed = true;
                     self.stuck = true;
                 }

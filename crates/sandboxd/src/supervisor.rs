@@ -30,6 +30,18 @@ const NONE: c_ulong = 0;
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// How long one attempt to end a tree lasts.
 const KILL_SECONDS: i64 = 5;
+/// The same in a machine, where the kernel has killed everybody at once and the rest is the time that an emulated processor,
+/// one of a busy host, takes for hundreds of ends.
+const MACHINE_KILL_SECONDS: i64 = 25;
+
+/// How long a supervisor tries to end a tree before it says that it cannot.
+pub fn kill_time(in_machine: bool) -> std::time::Duration {
+    std::time::Duration::from_secs(kill_seconds(in_machine) as u64)
+}
+
+fn kill_seconds(in_machine: bool) -> i64 {
+    if in_machine { MACHINE_KILL_SECONDS } else { KILL_SECONDS }
+}
 
 /// What the child was doing when it failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -413,7 +425,7 @@ unsafe fn watch(mut tree: Tree) -> ! {
 /// # Safety
 /// As for [`supervise`].
 unsafe fn kill_tree(tree: &mut Tree) -> Reaped {
-    let end = seconds() + KILL_SECONDS;
+    let end = seconds() + kill_seconds(tree.grouped);
     let mut quiet = 0;
     let mut count = 0;
     if tree.grouped {

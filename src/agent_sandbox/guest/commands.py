@@ -1,6 +1,6 @@
 """Commands: run to their end, or kept as objects that are attached to, signalled and forgotten.
 
-A command's own deadline bounds every wait on it, and ``EXEC_GRACE_SECONDS`` after it the caller is told by
+A command's own deadline bounds every wait on it, and ``grace_seconds`` after it the caller is told by
 :class:`GuestStalled` and ends the guest. An attachment may idle as long as its command; the connection's sign of life
 keeps it from waiting for a dead daemon.
 """
@@ -64,7 +64,7 @@ class Commands(Connection):
         try:
             await stream.send_args()
             while True:
-                limit = max(deadline - loop.time(), 0.0) + limits.EXEC_GRACE_SECONDS
+                limit = max(deadline - loop.time(), 0.0) + self.grace_seconds
                 try:
                     event = await stream.next(limit)
                 except TimeoutError:

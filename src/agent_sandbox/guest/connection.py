@@ -34,6 +34,7 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.wire = wire.Connection("client", key, clock=time.time_ns if serial else None)
         self._channel = Channel() if serial else None
+        self._serial = serial
         self.writable = asyncio.Event()
         self.writable.set()
         self.closed = False
@@ -78,6 +79,11 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; what runs on it fails with :class:`ConnectionLostError`. Commands go on."""
         self._lost(self._reason)
+
+    @property
+    def grace_seconds(self) -> float:
+        """How long after its deadline a command may take to be ended."""
+        return limits.MACHINE_GRACE_SECONDS if self._serial else limits.EXEC_GRACE_SECONDS
 
     async def wait_closed(self) -> None:
         """Return when the connection is closed."""

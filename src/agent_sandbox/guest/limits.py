@@ -7,6 +7,8 @@ LONG_SECONDS = 300.0
 """Without progress where one answer stands for much work: removing a tree, syncing a disk."""
 EXEC_GRACE_SECONDS = 10.0
 """The daemon has 5 s to end a tree; twice that, and the host ends the sandbox's processes itself."""
+MACHINE_GRACE_SECONDS = 35.0
+"""In a machine the daemon has 25 s: the kernel kills the tree at once, but an emulated processor takes its time."""
 PING_SECONDS = 15.0
 PINGS_MISSED = 2
 """A daemon that leaves a PING unanswered for so many periods is dead; nothing waits on one that idles for longer."""

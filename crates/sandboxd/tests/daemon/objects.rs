@@ -256,7 +256,8 @@ fn the_sandbox_keeps_eight_mebibytes_and_the_ended_give_first() {
     let stats = client.call("sys.stats", &Args::new()).end;
     assert_eq!(stats.int("ring_bytes"), Some(8 * MIB as i64));
     assert_eq!(stats.int("execs"), Some(17));
-    assert!(host.status("VmRSS:") < 16_000, "rings cost an eighth more than what they hold");
+    // Without the program itself, which is larger where it is made for debugging.
+    assert!(host.status("RssAnon:") < 12_000, "rings cost an eighth more than what they hold");
     client.call("exec.forget", &by_id("running-3"));
     assert_eq!(client.call("sys.stats", &Args::new()).end.int("ring_bytes"), Some(7 * MIB as i64));
 }
