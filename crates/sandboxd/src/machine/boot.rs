@@ -224,14 +224,23 @@ fn mount_workspace() -> Result<(), String> {
     let workspace = drive("workspace")?;
     attach(&workspace, ASIDE, "ext4", DATA | MountFlags::NOATIME, c"noinit_itable")?;
     let directory = format!("{ASIDE}/workspace");
-    match std::fs::create_dir(&directory) {
-        Ok(()) => std::fs::set_permissions(&directory, PermissionsExt::from_mode(0o755))
-            .map_err(|error| format!("{directory}: {error}"))?,
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(format!("{directory}: {error}")),
-    }
+    require_directory(&directory)?;
     mount_bind(&directory, format!("{NEW}/workspace"))
         .map_err(|errno| format!("cannot mount /workspace: {errno}"))
+}
+
+/// Make a directory where there is none. The drive may come from a machine whose kernel was taken over: a link in the
+/// directory's place would show the initramfs to commands.
+fn require_directory(path: &str) -> Result<(), String> {
+    match std::fs::create_dir(path) {
+        Ok(()) => std::fs::set_permissions(path, PermissionsExt::from_mode(0o755))
+            .map_err(|error| format!("{path}: {error}")),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => match std::fs::symlink_metadata(path) {
+            Ok(there) if there.is_dir() => Ok(()),
+            _ => Err(format!("{path} is no directory: the workspace's drive is damaged")),
+        },
+        Err(error) => Err(format!("{path}: {error}")),
+    }
 }
 
 /// The few devices of a container, and none of the machine's.
@@ -363,5 +372,24 @@ fn raise_loopback() -> Result<(), Errno> {
         Err(Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(0)))
     } else {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_in_the_workspaces_place_is_refused() {
+        let home = std::env::temp_dir().join(format!("sandboxd-boot-{}", std::process::id()));
+        create_dir_all(&home).unwrap();
+        let path = home.join("workspace");
+        let place = path.to_str().unwrap();
+        assert_eq!(require_directory(place), Ok(()));
+        assert_eq!(require_directory(place), Ok(()));
+        std::fs::remove_dir(&path).unwrap();
+        symlink("/", &path).unwrap();
+        assert!(require_directory(place).unwrap_err().contains("no directory"));
+        std::fs::remove_dir_all(&home).unwrap();
     }
 }
