@@ -103,6 +103,7 @@ async def keep(backend: Backend, id: str, place: Path) -> tuple[Path, Path, int]
     image, state = place / "image", make_layer(place / "state")
     image.mkdir(mode=0o700)
     async with backend.checkpoint(id, str(image)) as held:
+        assert held is not None  # of a backend with layers
         process = await asyncio.create_subprocess_exec("cp", "-a", f"{held.path}/.", str(state))
         assert await process.wait() == 0
         before = (state / "count").read_text()
