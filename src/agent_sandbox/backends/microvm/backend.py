@@ -150,13 +150,14 @@ class MicrovmBackend(GuestBackend):
         self._kernel = replace(kernel, vmlinux=image, initramfs=initramfs)
 
     async def _let_go_on(self) -> None:
-        """Let machines go on that a server had paused when it ended."""
-        for id in await self._thread(self._list):
+        """Let machines go on that a server had paused when it ended: all at once, as each may be stuck for a while."""
+
+        async def one(id: str) -> None:
             machine = await self._thread(self._machine, id)
-            if machine is None:
-                continue
-            if await self._thread(self._places.environment(id).is_held):
+            if machine is not None and await self._thread(self._places.environment(id).is_held):
                 await self._go_on_after(id, machine)
+
+        await asyncio.gather(*(one(id) for id in await self._thread(self._list)))
 
     async def close(self) -> None:
         await super().close()
