@@ -163,7 +163,9 @@ def test_a_kernel_stays_while_its_server_runs_whatever_becomes_of_its_place(tmp_
             file.unlink(missing_ok=True)
             file.write_text(f"{name} {file.name}")
         kept = places.keep_kernel(name, *files)
+        kept[0].chmod(0o600)  # as a server leaves it that is killed while it copies to another disk
         assert places.keep_kernel(name, *files) == kept
+        assert kept[0].stat().st_mode & 0o777 == 0o644
     for file in files:
         file.unlink()
     assert [path.read_text() for path in kept] == ["new vmlinuz", "new initramfs"]

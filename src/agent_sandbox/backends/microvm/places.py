@@ -270,7 +270,7 @@ class Places:
                     if error.errno not in (errno.EXDEV, errno.EMLINK):
                         raise
                     _write(place, file.read_bytes())
-                    place.chmod(0o644)
+            place.chmod(0o644)  # also of one whose server was killed before it did
         return kept
 
     def close(self) -> None:
