@@ -13,7 +13,7 @@ VERSION = "6.1.0-99-cloud-amd64"
 BUILTIN = "kernel/fs/ext4/ext4.ko\nkernel/crypto/crc32c_generic.ko\n"
 OPTIONS = (
     *("ACPI", "BLK_DEV_INITRD", "DEVTMPFS", "PROC_FS", "SYSFS", "TMPFS", "UNIX", "MULTIUSER", "CGROUPS"),
-    *("CGROUP_PIDS", "MEMCG", "SECCOMP_FILTER", "INOTIFY_USER", "EPOLL"),
+    *("CGROUP_PIDS", "FAIR_GROUP_SCHED", "MEMCG", "SECCOMP_FILTER", "INOTIFY_USER", "EPOLL"),
 )
 CONFIG = "# Linux\n" + "".join(f"CONFIG_{name}=y\n" for name in OPTIONS) + "CONFIG_EROFS_FS=m\n"
 MODULES: Mapping[str, tuple[str, str]] = {

@@ -27,7 +27,7 @@ entropy, the root, the workspace, layers of files."""
 
 OPTIONS = (
     *("ACPI", "BLK_DEV_INITRD", "DEVTMPFS", "PROC_FS", "SYSFS", "TMPFS", "UNIX"),
-    *("MULTIUSER", "CGROUPS", "CGROUP_PIDS", "MEMCG", "SECCOMP_FILTER", "INOTIFY_USER", "EPOLL"),
+    *("MULTIUSER", "CGROUPS", "CGROUP_PIDS", "FAIR_GROUP_SCHED", "MEMCG", "SECCOMP_FILTER", "INOTIFY_USER", "EPOLL"),
 )
 """Parts of the kernel that are never modules: how devices are found and shown, and what the daemon stands on."""
 MAX_MODULE_BYTES = 64 << 20
