@@ -29,23 +29,19 @@ slower or faster from day to day: compare columns, not runs.
 
 def page(raw: dict[str, Any], date: datetime.date) -> str:
     """The page, from what ``bench.json`` holds: rows of seconds by contender, throughput, failures and facts."""
-    names = sorted({name for times in raw["rows"].values() for name in times}, key=_order)
     text = HEAD.format(
         date=date,
         cores=os.cpu_count(),
         system=f"Linux {'.'.join(platform.release().split('.')[:2])}",
         peer=PEER.replace("[server]==", " "),
     )
-    head = ["operation", *names, "10–90 %", "n", "peer / ours"]
-    lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
-    for row, times in raw["rows"].items():
-        taken = {name: sorted(seconds) for name, seconds in times.items() if seconds}
-        middles = {name: statistics.median(seconds) for name, seconds in taken.items()}
-        first = taken.get("ours") or next(iter(taken.values()))
-        spread = f"{_ms(first[len(first) // 10])}–{_ms(first[min(len(first) - 1, len(first) * 9 // 10)])}"
-        ratio = f"{middles['peer'] / middles['ours']:.1f}×" if {"peer", "ours"} <= middles.keys() else ""
-        cells = [_ms(middles[name]) if name in middles else "" for name in names]
-        lines.append(_line([row, *cells, spread, str(len(first)), ratio]))
+    tables = [
+        *_table(raw["rows"]),
+        "",
+        "MicroVMs on QEMU without KVM, beside QEMU started by hand, and memory on gVisor:",
+        "",
+    ]
+    tables += _table(raw["machines"])
     facts = [
         f"- {rate:.0f} short commands a second over 32 connections and 8 sandboxes, {who}; {failed} failed."
         for who, (rate, failed) in raw["throughput"].items()
@@ -55,7 +51,23 @@ def page(raw: dict[str, Any], date: datetime.date) -> str:
         f"- Memory of the server afterwards, {who}: {kib // 1024} MiB." for who, kib in raw["resident_kib"].items()
     ]
     facts += [f"- FAILED, {row}: {len(texts)} times, first: {texts[0]}" for row, texts in raw["failures"].items()]
-    return "\n".join([text, *lines, "", *facts, ""])
+    return "\n".join([text, *tables, "", *facts, ""])
+
+
+def _table(rows: dict[str, dict[str, list[float]]]) -> list[str]:
+    names = sorted({name for times in rows.values() for name in times}, key=_order)
+    has_peer = "peer" in names
+    head = ["operation", *names, "10–90 %", "n", *(["peer / ours"] if has_peer else [])]
+    lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+    for row, times in rows.items():
+        taken = {name: sorted(seconds) for name, seconds in times.items() if seconds}
+        middles = {name: statistics.median(seconds) for name, seconds in taken.items()}
+        first = next((taken[name] for name in names if name in taken), [0.0])
+        spread = f"{_ms(first[len(first) // 10])}–{_ms(first[min(len(first) - 1, len(first) * 9 // 10)])}"
+        ratio = f"{middles['peer'] / middles['ours']:.1f}×" if {"peer", "ours"} <= middles.keys() else ""
+        cells = [_ms(middles[name]) if name in middles else "" for name in names]
+        lines.append(_line([row, *cells, spread, str(len(first)), *([ratio] if has_peer else [])]))
+    return lines
 
 
 def _order(name: str) -> tuple[int, str]:
