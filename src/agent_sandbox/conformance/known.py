@@ -32,11 +32,9 @@ BY_ISOLATION: Mapping[str, Mapping[str, str]] = {
         "test_f35_memory": _MEMORY,
         "test_f35_memory_by_many_processes": _MEMORY,
         "test_f35_socket_buffers": _MEMORY,
-        "test_f35_cpu": "a guest measures the ticks of gVisor's clock, which go on while the host holds it back",
         "test_f35_pseudoterminals_are_left_for_others": "gVisor's terminals are its own, none of the host's",
     },
     "vm": {
-        "test_f35_cpu": "a guest measures the ticks of its own processors, which go on while the host holds them back",
         "test_f35_pseudoterminals_are_left_for_others": "a machine's terminals are its own, none of the host's",
         "test_b05_a_daemon_that_does_not_start_leaves_its_last_words": "a machine starts the daemon with no shell "
         "around, which this one is a script for; what a kernel and a daemon say last is in the error",
