@@ -1,4 +1,4 @@
-"""Faults 30, 31 and 33 and what a snapshot costs, on every way in which a workspace is kept and comes back.
+"""Faults 30, 31, 33 and 34 and what a snapshot costs, on every way in which a workspace is kept and comes back.
 
 Layered over an overlay, copied into a plain directory, and streamed as an archive by the daemon, which is how backends
 without layers have it: the embedded backend plays one here.
@@ -7,7 +7,9 @@ without layers have it: the embedded backend plays one here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.config import load_settings
 from agent_sandbox.conformance.box import Box
-from agent_sandbox.conformance.files import BUILD, DUMP
-from agent_sandbox.errors import BackendError, LimitExceededError, PayloadTooLargeError
+from agent_sandbox.conformance.execs import pieces
+from agent_sandbox.conformance.files import BUILD, DUMP, hostile_tar, member
+from agent_sandbox.errors import BackendError, InvalidRequestError, LimitExceededError, PayloadTooLargeError
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager
 from agent_sandbox.manager.records import SandboxRecord
 
@@ -118,6 +121,25 @@ async def test_f30_f33_states_come_back_whole_and_links_and_maps_are_what_they_w
     last = await world.manager.snapshot(sandbox.id)
     fork = world.box(await world.manager.fork(last.id, ForkOptions()))
     assert await fork.shell("head -c 1 mapped; cat d/e/f") == "C3\n"
+
+
+async def test_f34_a_hostile_archive_lands_nothing_outside_a_restored_workspace(world: World) -> None:
+    sandbox = await world.manager.create(CreateOptions(memory_mb=128, disk_mb=64))
+    await world.box(sandbox).shell("mkdir in; echo kept > in/kept")
+    snapshot = await world.manager.snapshot(sandbox.id)
+    box = world.box(await world.manager.rollback(sandbox.id, snapshot.id))
+    outside = await box.shell("ls -A / /tmp /workspace; cat /etc/passwd")
+    for members in (
+        [(member("/tmp/absolute"), b"x")],
+        [(member("../up"), b"x")],
+        [(member("hard", tarfile.LNKTYPE, "/etc/passwd"), b"")],
+        [(member("hard", tarfile.LNKTYPE, "../../etc/passwd"), b"")],
+        [(member("link", tarfile.SYMTYPE, "/tmp"), b""), (member("link/through"), b"x")],
+    ):
+        with contextlib.suppress(InvalidRequestError):
+            await world.backend.import_directory(box.id, "/workspace/in", pieces(hostile_tar(*members)), 1_000_000)
+        assert await box.shell("ls -A / /tmp /workspace; cat /etc/passwd") == outside
+        assert await box.shell("test -e in/hard || cat in/kept") == "kept\n"
 
 
 async def test_storage_grows_by_what_changed_and_history_works(world: World) -> None:
