@@ -69,7 +69,7 @@ struct Running {
     started: Instant,
     /// How long the daemon had been absent by then.
     absent: Duration,
-    /// What was killed for want of memory before its start, where it is an object and somebody counts.
+    /// What was killed for want of memory before its start, where it is an object or in a machine, and somebody counts.
     kills: Option<u64>,
     control: Option<Rc<AsyncFd<OwnedFd>>>,
     pipes: Vec<Pipe>,

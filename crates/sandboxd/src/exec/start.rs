@@ -92,7 +92,9 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         group: slot.as_ref().map_or(-1, Slot::descriptor),
         announce: request.name.is_some(),
     };
-    let kills = request.name.as_ref().and_then(|_| daemon.kills.count());
+    // Where the host sees the sandbox's control group, it counts for commands that are not kept.
+    let counted = request.name.is_some() || daemon.machine.is_some();
+    let kills = counted.then(|| daemon.kills.count()).flatten();
     let pid = match supervisor::spawn(&request.plan, &descriptors) {
         Ok(pid) => pid,
         Err(error) => {
