@@ -17,7 +17,7 @@ from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.guest import limits
-from agent_sandbox.types import ExecOutput, SandboxSpec
+from agent_sandbox.types import ExecExit, ExecOutput, SandboxSpec
 from tests.real.leaks import resources, wait_until_clean
 
 pytestmark = pytest.mark.real
@@ -52,6 +52,14 @@ async def shell(backend: Backend, id: str, command: str) -> str:
 def status(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+async def test_a_command_that_is_not_kept_says_why_it_was_killed(backend: MicrovmBackend) -> None:
+    await backend.create("sb1-1", SPEC)
+    for argv, killed in ((["python3", "-c", "len(b'x' * 2**31)"], True), (["sh", "-c", "kill -9 $$"], False)):
+        events = backend.exec("sb1-1", argv, env={}, workdir="/workspace", timeout_seconds=120)
+        (end,) = [event async for event in events if isinstance(event, ExecExit)]
+        assert (end.signal, end.oom_killed) == (signal.SIGKILL, killed)
 
 
 async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_workspace(
