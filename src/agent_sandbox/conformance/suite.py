@@ -41,7 +41,7 @@ from agent_sandbox.errors import (
 )
 from agent_sandbox.types import WORKSPACE, ExecExit, ExecOutput, SandboxSpec
 
-GONE_SECONDS = 180.0
+GONE_SECONDS, GVISOR_GONE_SECONDS = 60.0, 180.0
 """For what is removed behind a destroy that was answered. Most is gone within a second; an engine that has to take the
 exits of all the processes of a gVisor sandbox one after another was seen to need 80 s for its record."""
 
@@ -102,7 +102,8 @@ class SuiteBase:
     async def _remove_all(self, backend: Backend) -> None:
         for id in await backend.list_ids():
             await backend.destroy(id)
-        deadline = time.monotonic() + GONE_SECONDS
+        is_gvisor = backend.capabilities.isolation == "gvisor"
+        deadline = time.monotonic() + (GVISOR_GONE_SECONDS if is_gvisor else GONE_SECONDS)
         while (left := await backend.list_ids()) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
         await backend.close()
