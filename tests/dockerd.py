@@ -8,6 +8,7 @@ installed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -21,6 +22,8 @@ from collections.abc import Iterator
 SYSTEM = pathlib.Path("/var/run/docker.sock")
 RUNSC = {"path": "/usr/bin/runsc", "runtimeArgs": ["--network=none", "--host-uds=create", "--overlay2=none"]}
 """The network of runsc of Debian 12 does not start on kernels of today, which show it more than it knows."""
+_STARTING = pathlib.Path(tempfile.gettempdir()) / "asb-dockerd.lock"
+"""Held by who starts an engine: two that start at once make the same chains of iptables, and one of them fails."""
 _STARTS_SECONDS = 90.0
 _ENDS_SECONDS = 60.0
 
@@ -71,13 +74,14 @@ class PrivateEngine:
         argv = ["dockerd", "--config-file", str(config), "--host", self.host, "--pidfile", f"{self.directory}/pid"]
         argv += ["--data-root", f"{self.directory}/data", "--exec-root", f"{self.directory}/exec"]
         argv += ["--bridge", "none", *self._arguments]
-        with (self.directory / "log").open("ab") as log:
+        with (self.directory / "log").open("ab") as log, _STARTING.open("ab") as starting:
+            fcntl.flock(starting, fcntl.LOCK_EX)
             self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + _STARTS_SECONDS
-        while not answers(self.socket):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"dockerd did not start:\n{(self.directory / 'log').read_text()[-3000:]}")
-            time.sleep(0.1)
+            deadline = time.monotonic() + _STARTS_SECONDS
+            while not answers(self.socket):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"dockerd did not start:\n{(self.directory / 'log').read_text()[-3000:]}")
+                time.sleep(0.1)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End it; its containers end with it when it is asked to, and go on when it is killed."""

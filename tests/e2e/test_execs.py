@@ -93,13 +93,13 @@ def test_a_sandbox_without_a_free_process_still_lists_and_kills(server: Served, 
 def test_f08_want_of_memory_is_told_later_and_by_another_server(server: Served) -> None:
     box = f"/sandboxes/{ask(server, 'POST', '/sandboxes', {'disk_mb': 64, 'memory_mb': 64})['id']}"
     hog = 'len(b"x" * 2**31)'
-    paths = {
-        detached(server, box, ["python3", "-c", hog]): True,
-        detached(server, box, ["sh", "-c", f"python3 -c '{hog}'; exit $?"]): True,
-        detached(server, box, ["sh", "-c", "kill -9 $$"]): False,
-        detached(server, box, ["sh", "-c", "exit 3"]): False,
-        detached(server, box, ["sleep", "60"], timeout_seconds=0.5): False,
-    }
+    paths: dict[str, bool] = {}
+
+    def ended(expected: bool, *command: str, **more: float) -> None:
+        # One after the other: the memory of a sandbox is counted as a whole, so who dies beside a hog died of want too.
+        path = detached(server, box, list(command), **more)
+        assert lines(call(server, "GET", f"{path}/output")[1])[-1]["type"] == "exit"
+        paths[path] = expected
 
     def told() -> list[list[bool | None]]:
         listed = {exec["id"]: exec["oom_killed"] for exec in ask(server, "GET", f"{box}/execs")["execs"]}
@@ -107,8 +107,11 @@ def test_f08_want_of_memory_is_told_later_and_by_another_server(server: Served) 
         single = [ask(server, "GET", path)["oom_killed"] for path in paths]
         return [outputs, single, [listed[path.rpartition("/")[2]] for path in paths]]
 
-    for path in paths:
-        assert lines(call(server, "GET", f"{path}/output")[1])[-1]["type"] == "exit"
+    ended(True, "python3", "-c", hog)
+    ended(True, "sh", "-c", f"python3 -c '{hog}'; exit $?")
+    ended(False, "sh", "-c", "kill -9 $$")
+    ended(False, "sh", "-c", "exit 3")
+    ended(False, "sleep", "60", timeout_seconds=0.5)
     assert told() == [list(paths.values())] * 3
     server.stop(signal.SIGKILL)
     server.start()
