@@ -7,6 +7,10 @@ part follow each other as ever. Files are given to parts by name (PARTS); one th
 so none is left out. A part's output goes to build/logs, and is printed when the part fails; each part ends with one
 line.
 
+A few tests that failed are asked again at the end, with nothing beside them: on a busy machine one of thousands meets a
+limit of time that it never meets alone. Which ones were, the last lines say. Each is a fault of the test or of what it
+tests, to be mended; only it does not hold up everything else. What fails alone too has failed.
+
 This process is the reaper of everything that the tests start. What still runs at the end, say a server that a test
 forgot, is named and ended.
 """
@@ -14,7 +18,9 @@ forgot, is named and ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import json
 import os
 import re
 import signal
@@ -26,7 +32,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build/logs"
 CARGO = ["cargo", "test", "--locked", "--workspace", "--quiet"]
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+PYTEST = [sys.executable, "-m", "pytest"]
+AGAIN = 3
+"""Failed tests that are asked again, in all parts together. More are no accident."""
 PARTS: dict[str, tuple[str, ...]] = {
     "docker": ("*/test_docker*.py",),
     "e2e": ("e2e/test_*.py",),
@@ -105,6 +113,12 @@ class Part:
         counts = re.findall(r"^(?:=+ )?((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", text, re.MULTILINE)
         return counts[-1] if counts else "no result"
 
+    def failed(self) -> list[str]:
+        """The tests that failed, as its runner has written them down; none where it wrote nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            return list(json.loads((ROOT / cache_of(self.name) / "v/cache/lastfailed").read_text()))
+        return []
+
     def failures(self) -> str:
         """The part of its output that says what failed."""
         text = self.text()
@@ -120,6 +134,10 @@ def span(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
+def cache_of(name: str) -> str:
+    return f"build/pytest/{name}"
+
+
 def make_parts() -> list[Part]:
     """Give each file of tests to the first part that names it, the parts of one backend before all."""
     left = set((ROOT / "tests").glob("**/test_*.py"))
@@ -128,7 +146,11 @@ def make_parts() -> list[Part]:
         mine = {path for pattern in PARTS[name] for path in (ROOT / "tests").glob(pattern)} & left
         left -= mine
         files[name] = sorted(str(path.relative_to(ROOT)) for path in mine)
-    parts = [Part(name, [*PYTEST, *files[name]]) for name in PARTS if files[name]]
+    parts = [
+        Part(name, [*PYTEST, "-o", f"cache_dir={cache_of(name)}", "--cache-clear", *files[name]])
+        for name in PARTS
+        if files[name]
+    ]
     return [*parts[:2], Part("rust", CARGO), *parts[2:]]
 
 
@@ -187,9 +209,9 @@ def stop(parts: list[Part]) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def run(parts: list[Part], jobs: int) -> bool:
-    """Run parts, and say whether all passed."""
-    waiting, running, failed, passed = list(parts), list[Part](), list[str](), 0
+def run(parts: list[Part], jobs: int) -> tuple[list[Part], int]:
+    """Run parts, and return those that failed, and how many tests passed."""
+    waiting, running, failed, passed = list(parts), list[Part](), list[Part](), 0
     began = news = time.monotonic()
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -206,11 +228,11 @@ def run(parts: list[Part], jobs: int) -> bool:
         for part in [part for part in running if part.pid in ended]:
             running.remove(part)
             code, took = ended[part.pid], span(now - part.began)
+            passed += sum(int(count) for count in re.findall(r"(\d+) passed", part.result()))
             if code == 0:
                 say(f"{part.name}: {part.result()} in {took}")
-                passed += sum(int(count) for count in re.findall(r"(\d+) passed", part.result()))
                 continue
-            failed.append(part.name)
+            failed.append(part)
             why = f"ran longer than {span(PART_SECONDS)}" if part.late else f"exit code {code}"
             say(f"{part.failures()}\n{part.name}: FAILED, {part.result()} in {took}, {why}")
         for part in running:
@@ -222,8 +244,29 @@ def run(parts: list[Part], jobs: int) -> bool:
             say(f"after {span(now - began)}: {', '.join(part.state() for part in running)} running")
     for line in end_what_is_left():
         say(f"left behind and ended now: {line}")
+    return failed, passed
+
+
+def run_all(parts: list[Part], jobs: int) -> bool:
+    """Run parts, ask a few tests that failed again, and say whether all passed."""
+    began = time.monotonic()
+    failed, passed = run(parts, jobs)
+    names = {part.name: part.failed() for part in failed}
+    if failed and all(names.values()) and sum(map(len, names.values())) <= AGAIN:
+        say("what failed is asked again, alone")
+        again = [
+            Part(f"{name}-again", [*PYTEST, "-o", f"cache_dir={cache_of(f'{name}-again')}", *tests])
+            for name, tests in names.items()
+        ]
+        failed, more = run(again, 1)
+        passed += more
+        if not failed:
+            for name, tests in names.items():
+                for test in tests:
+                    say(f"failed beside the others, passed alone: {test} (build/logs/test-{name}.log)")
     took = span(time.monotonic() - began)
-    say(f"FAILED after {took}: {', '.join(failed)}" if failed else f"All tests passed: {passed} in {took}")
+    left = ", ".join(part.name for part in failed)
+    say(f"FAILED after {took}: {left}" if failed else f"All tests passed: {passed} in {took}")
     return not failed
 
 
@@ -237,7 +280,7 @@ def main() -> None:
     LOGS.mkdir(parents=True, exist_ok=True)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    sys.exit(0 if run([part for part in parts if not chosen.part or part.name in chosen.part], chosen.jobs) else 1)
+    sys.exit(0 if run_all([part for part in parts if not chosen.part or part.name in chosen.part], chosen.jobs) else 1)
 
 
 if __name__ == "__main__":
