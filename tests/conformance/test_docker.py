@@ -21,6 +21,7 @@ from agent_sandbox.conformance import (
     LayerSuite,
     LimitSuite,
     NetworkSuite,
+    NoCheckpointSuite,
     SnapshotSuite,
     TunnelSuite,
 )
@@ -57,7 +58,7 @@ class TestDockerGuest(Docker, ExecObjectSuite, ExecTreeSuite, FileOperationSuite
 
 
 @pytest.mark.real
-class TestDockerChecklist(Docker, ChecklistSuite):
+class TestDockerChecklist(Docker, ChecklistSuite, NoCheckpointSuite):
     """What the checklist asks beside."""
 
 

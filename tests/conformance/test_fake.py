@@ -11,12 +11,15 @@ from agent_sandbox.conformance import (
     ChecklistSuite,
     ExecObjectSuite,
     FileOperationSuite,
+    NoCheckpointSuite,
     NoLayerSuite,
     TunnelSuite,
 )
 
 
-class TestFake(BackendSuite, ChecklistSuite, ExecObjectSuite, FileOperationSuite, NoLayerSuite, TunnelSuite):
+class TestFake(
+    BackendSuite, ChecklistSuite, ExecObjectSuite, FileOperationSuite, NoCheckpointSuite, NoLayerSuite, TunnelSuite
+):
     def make_backend(self, tmp_path: pathlib.Path) -> Backend:
         return FakeBackend(load_settings({"data_dir": tmp_path}, {}))
 

@@ -10,6 +10,7 @@ from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import (
     BackendSuite,
     ChecklistSuite,
+    CheckpointSuite,
     CommandSuite,
     EscapeSuite,
     ExecObjectSuite,
@@ -56,3 +57,8 @@ class TestGvisorChecklist(Gvisor, ChecklistSuite):
 @pytest.mark.real
 class TestGvisorLayers(Gvisor, LayerSuite):
     """Workspaces that begin as a state of the store."""
+
+
+@pytest.mark.real
+class TestGvisorCheckpoints(Gvisor, CheckpointSuite):
+    """Processes that go on from a snapshot."""

@@ -10,6 +10,7 @@ from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import (
     BackendSuite,
     ChecklistSuite,
+    CheckpointSuite,
     EscapeSuite,
     LimitSuite,
     NetworkSuite,
@@ -47,3 +48,8 @@ class TestMicrovm(Microvm, BackendSuite, LimitSuite, NetworkSuite, NoLayerSuite,
 @pytest.mark.real
 class TestMicrovmChecklist(Microvm, ChecklistSuite):
     """What the checklist asks beside."""
+
+
+@pytest.mark.real
+class TestMicrovmCheckpoints(Microvm, CheckpointSuite):
+    """Machines that go on from a snapshot."""

@@ -20,6 +20,7 @@ from agent_sandbox.conformance import (
     LayerSuite,
     LimitSuite,
     NetworkSuite,
+    NoCheckpointSuite,
     SnapshotSuite,
     TunnelSuite,
 )
@@ -46,7 +47,7 @@ class TestRuncGuest(Runc, ExecObjectSuite, ExecTreeSuite, FileOperationSuite, La
 
 
 @pytest.mark.real
-class TestRuncChecklist(Runc, ChecklistSuite):
+class TestRuncChecklist(Runc, ChecklistSuite, NoCheckpointSuite):
     """What the checklist asks beside."""
 
 

@@ -4,7 +4,9 @@ import pytest
 
 _MODULES = (
     "box",
+    "checkpoints",
     "commands",
+    "diary",
     "execs",
     "files",
     "isolation",
@@ -17,6 +19,7 @@ _MODULES = (
 )
 pytest.register_assert_rewrite(*(f"agent_sandbox.conformance.{name}" for name in _MODULES))
 
+from agent_sandbox.conformance.checkpoints import CheckpointSuite, NoCheckpointSuite
 from agent_sandbox.conformance.commands import CommandSuite
 from agent_sandbox.conformance.execs import ExecObjectSuite
 from agent_sandbox.conformance.files import FileSuite, SnapshotSuite
@@ -31,6 +34,7 @@ from agent_sandbox.conformance.tunnels import TunnelSuite
 __all__ = [
     "BackendSuite",
     "ChecklistSuite",
+    "CheckpointSuite",
     "CommandSuite",
     "EscapeSuite",
     "ExecObjectSuite",
@@ -41,6 +45,7 @@ __all__ = [
     "LayerSuite",
     "LimitSuite",
     "NetworkSuite",
+    "NoCheckpointSuite",
     "NoLayerSuite",
     "SnapshotSuite",
     "SuiteBase",

@@ -15,6 +15,7 @@ from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import (
     BackendSuite,
     ChecklistSuite,
+    CheckpointSuite,
     CommandSuite,
     EscapeSuite,
     ExecObjectSuite,
@@ -25,6 +26,7 @@ from agent_sandbox.conformance import (
     LayerSuite,
     LimitSuite,
     NetworkSuite,
+    NoCheckpointSuite,
     NoLayerSuite,
     SnapshotSuite,
     SuiteBase,
@@ -97,3 +99,9 @@ class TestLayers(FromSettings, LayerSuite): ...
 
 
 class TestNoLayers(FromSettings, NoLayerSuite): ...
+
+
+class TestCheckpoints(FromSettings, CheckpointSuite): ...
+
+
+class TestNoCheckpoints(FromSettings, NoCheckpointSuite): ...

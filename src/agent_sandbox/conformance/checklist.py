@@ -131,6 +131,7 @@ ITEMS: tuple[Item, ...] = (
         "ChecklistSuite.test_b13_*",
         "ExecObjectSuite.test_a_detached_command_outlives_the_server",
         "LayerSuite.test_another_process_of_the_server_finds_it_and_what_was_held_goes_on",
+        "CheckpointSuite.test_a_server_that_ends_meanwhile_leaves_both_to_the_next",
     ),
     _b(
         14,
@@ -152,6 +153,9 @@ ITEMS: tuple[Item, ...] = (
         "BackendSuite.test_what_cannot_be_*",
         "ChecklistSuite.test_b16_*",
         "NoLayerSuite.test_layers_are_refused",
+        "NoCheckpointSuite.test_checkpoints_are_refused",
+        "CheckpointSuite.test_what_a_checkpoint_does_not_belong_to_is_refused_before_any_effect",
+        "CheckpointSuite.test_a_damaged_checkpoint_is_a_typed_error_and_nothing_stays",
         "LayerSuite.test_what_cannot_be",
         "FileOperationSuite.test_an_unknown_environment",
         "ExecObjectSuite.test_ids_that_cannot_be",
@@ -161,6 +165,7 @@ ITEMS: tuple[Item, ...] = (
         "secrecy: keys in no environment, argument, label or error",
         "EscapeSuite.test_no_secret_is_to_be_found",
         "ChecklistSuite.test_b17_*",
+        "CheckpointSuite.test_the_old_key_opens_no_restored_one",
     ),
     Item("M", "the method contract of backends/base.py", ("BackendSuite.*",)),
     _f(1, "a waiting shell returns at its deadline"),
@@ -276,6 +281,9 @@ ABILITIES: Mapping[str, Need] = {
     "guest": lambda has: has.guest,
     "layered_workspace": lambda has: has.layered_workspace,
     "a plain workspace": lambda has: not has.layered_workspace,
+    "checkpoint": lambda has: has.checkpoint,
+    "no checkpoint": lambda has: not has.checkpoint,
+    "names": lambda has: has.isolation == "vm",
     "cpus": lambda has: "cpus" in has.enforces,
     "memory": lambda has: "memory" in has.enforces,
     "pids": lambda has: "pids" in has.enforces,
@@ -294,6 +302,9 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "LayerSuite.test_the_disk_limit_holds_there": ("layered_workspace", "disk"),
     "LayerSuite.*": ("layered_workspace",),
     "NoLayerSuite.*": ("a plain workspace",),
+    "CheckpointSuite.test_names_and_machine_ids_are_renewed": ("checkpoint", "names"),
+    "CheckpointSuite.*": ("checkpoint", "guest"),
+    "NoCheckpointSuite.*": ("no checkpoint",),
     "NetworkSuite.*": ("network",),
     "CommandSuite.test_f08_*": ("memory",),
     "CommandSuite.test_a_fork_storm_*": ("pids",),
@@ -306,6 +317,13 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "SnapshotSuite.test_a_full_disk_refuses_the_import": ("disk",),
     "ChecklistSuite.test_b02_*": ("layered_workspace",),
 }  # the first that fits
+
+
+_INSTEAD: Mapping[str, str] = {
+    "a plain workspace": "it has layered_workspace, which is checked instead",
+    "no checkpoint": "it has checkpoint, which is checked instead",
+    "names": "names: its sandboxes have one name alike, and no machine id",
+}
 
 
 def items_of(check: str) -> tuple[str, ...]:
@@ -321,7 +339,7 @@ def unsupported(check: str, capabilities: Capabilities) -> str | None:
     needs = next((needs for pattern, needs in NEEDS.items() if fnmatch.fnmatchcase(check, pattern)), ())
     for need in needs:
         if not ABILITIES[need](capabilities):
-            if need == "a plain workspace":
-                return "it has layered_workspace, which is checked instead"
+            if need in _INSTEAD:
+                return _INSTEAD[need]
             return f"{need}: {capabilities.notes.get(need) or 'declared absent'}"
     return None

@@ -521,7 +521,7 @@ if T is X: print('x32', call(0x40000000 + 39))
         await box.backend.drop_guest(box.id)  # a machine's port takes one peer at a time
         endpoint = await box.backend.endpoint(box.id)
         with pytest.raises(BackendError, match="refused"):
-            await Guest.connect(endpoint.socket, b"wrong key" + bytes(23), serial=endpoint.serial)
+            await Guest.connect(endpoint.socket, b"wrong key" + bytes(23), carrier=endpoint.carrier)
         assert await box.shell("echo still here") == "still here\n"
 
 
