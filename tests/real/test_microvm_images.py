@@ -192,7 +192,7 @@ def test_debians_kernel_has_what_a_machine_needs(machine_dir: Path) -> None:
     order = [name.removesuffix(".ko") for name in kernel.modules]
     for before, after in (("virtio_ring", "virtio"), ("virtio", "virtio_mmio"), ("virtio_mmio", "virtio_blk")):
         assert order.index(before) < order.index(after)
-    assert {"virtio_console", "virtio_rng", "erofs", "overlay"} <= set(order)
+    assert {"virtio_console", "virtio_rng", "erofs", "overlay", "vmw_vsock_virtio_transport"} <= set(order)
     content = kernel.initramfs.read_bytes()
     assert all(f"modules/{name}\0".encode() in content for name in kernel.modules)
     assert Path("/bin/true").read_bytes() in content

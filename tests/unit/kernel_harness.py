@@ -26,12 +26,15 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "lib/libcrc32c.ko": ("", "pre: crc32c"),
     "fs/erofs/erofs.ko": ("libcrc32c", ""),
     "fs/overlayfs/overlay.ko": ("", ""),
+    "net/vmw_vsock/vsock.ko": ("", ""),
+    "net/vmw_vsock/vmw_vsock_virtio_transport_common.ko": ("vsock", ""),
+    "net/vmw_vsock/vmw_vsock_virtio_transport.ko": ("vmw_vsock_virtio_transport_common,vsock,virtio", ""),
     "net/unrelated.ko": ("", ""),
 }
 """Files of a kernel's modules: what each depends on, and its softdep."""
 ORDER = [
     *("virtio_ring", "virtio", "virtio_mmio", "virtio_blk", "virtio_console", "virtio_rng"),
-    *("libcrc32c", "erofs", "overlay"),
+    *("libcrc32c", "erofs", "overlay", "vsock", "vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"),
 ]
 
 

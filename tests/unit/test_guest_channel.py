@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agent_sandbox import wire
 from agent_sandbox.errors import BackendError
-from agent_sandbox.guest import Guest, channel
+from agent_sandbox.guest import Carrier, Guest, channel
 from agent_sandbox.guest.channel import MAGIC, Channel
 
 VECTORS = pathlib.Path(__file__).parents[2] / "spec" / "vectors" / "wire"
@@ -149,7 +149,7 @@ async def test_a_connection_begins_behind_half_a_frame_and_an_older_echo(ends: t
 
     before = time.time_ns()
     task = asyncio.create_task(daemon())
-    guest = await Guest.connect(ours, KEY, serial=True)
+    guest = await Guest.connect(ours, KEY, carrier=Carrier.PORT)
     assert (await guest.info()).version == "9"
     guest.close()
     await task
@@ -169,7 +169,7 @@ async def test_a_socket_gets_neither_a_beginning_nor_a_clock(ends: tuple[socket.
 async def test_a_daemon_without_a_key_answers_nothing(ends: tuple[socket.socket, Port]) -> None:
     ours, port = ends
     with pytest.raises(BackendError, match=r"did not answer within 0\.05 s"):
-        await Guest.connect(ours, KEY, serial=True, timeout=0.05)
+        await Guest.connect(ours, KEY, carrier=Carrier.PORT, timeout=0.05)
     assert len(await port.nonce()) == 16
 
 
@@ -182,7 +182,7 @@ async def test_a_wrong_echo_is_no_echo(ends: tuple[socket.socket, Port]) -> None
 
     task = asyncio.create_task(daemon())
     with pytest.raises(BackendError, match="did not answer"):
-        await Guest.connect(ours, KEY, serial=True, timeout=0.2)
+        await Guest.connect(ours, KEY, carrier=Carrier.PORT, timeout=0.2)
     await task
 
 
@@ -202,7 +202,7 @@ async def test_a_flood_before_the_echo_ends_the_connection(
 
     task = asyncio.create_task(daemon())
     with pytest.raises(BackendError, match=r"refused the connection .*sends other bytes"):
-        await Guest.connect(ours, KEY, serial=True, timeout=60)
+        await Guest.connect(ours, KEY, carrier=Carrier.PORT, timeout=60)
     await task
     # Beyond the limit there is only what the sockets' buffers took.
     assert sent < 4 << 20

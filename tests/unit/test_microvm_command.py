@@ -21,6 +21,7 @@ SPEC = MachineSpec(
     memory_mb=352,
     vcpus=2,
     directory=Path("/run/x"),
+    jail=Path("/data/jail"),
     uid=2_000_000,
     gid=2_000_000,
 )

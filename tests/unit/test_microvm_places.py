@@ -150,7 +150,7 @@ def test_a_process_that_has_ended_is_not_kept(environment: Environment) -> None:
 def test_a_sockets_path_is_short_whatever_the_data_directorys(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 200) / ("e" * 200)
     longest = Places(deep, 0x7800_0000, "firecracker").environment("a" * 40)
-    assert len(os.fsencode(longest.endpoint)) <= 107
+    assert len(os.fsencode(longest.run / "guest.sock")) <= 107
     assert Places(deep, 0x7800_0000, "qemu").run != Places(tmp_path, 0x7800_0000, "qemu").run
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from agent_sandbox.backends.microvm.qmp import LINE_BYTES, Qmp, QmpError, clean
+from agent_sandbox.backends.microvm.children import clean
+from agent_sandbox.backends.microvm.qmp import LINE_BYTES, Qmp, QmpError
 from agent_sandbox.errors import BackendError
 
 GREETING = b'{"QMP": {"version": {"qemu": {"major": 7}}, "capabilities": []}}\r\n'

@@ -122,7 +122,8 @@ impl Daemon {
         }
     }
 
-    fn meet(self: &Rc<Daemon>, socket: UnixStream) {
+    /// Serve a connection, beside all others.
+    pub fn meet(self: &Rc<Daemon>, socket: UnixStream) {
         let mut nonce = [0u8; 32];
         if fill_random(&mut nonce).is_err() {
             return;

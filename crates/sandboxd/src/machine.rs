@@ -17,11 +17,12 @@ mod boot;
 pub mod group;
 mod identity;
 pub mod port;
+mod vsock;
 
 use crate::conn::Conn;
 use crate::daemon::{Daemon, fill_random};
 use crate::transport::Transport;
-use boot::Booted;
+use boot::{Booted, Channel};
 use group::Group;
 use identity::Identity;
 use port::Port;
@@ -36,8 +37,10 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 use std::time::Duration;
+use tokio::net::UnixStream;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{LocalSet, spawn_local};
+use vsock::Listener;
 
 /// A clock that is off by less is left alone: steps are felt by what runs.
 const CLOCK_SLACK_NS: u64 = 50_000_000;
@@ -80,7 +83,7 @@ fn serve(booted: Booted) -> Result<(), String> {
         .enable_all()
         .build()
         .map_err(|error| format!("cannot start: {error}"))?;
-    let Booted { identity, config_drive, port, hostname, hosts, machine_id, group } = booted;
+    let Booted { identity, config_drive, channel, hostname, hosts, machine_id, group } = booted;
     let machine = Rc::new(Machine {
         group,
         config_drive,
@@ -93,15 +96,13 @@ fn serve(booted: Booted) -> Result<(), String> {
     machine.renew(&identity)?;
     drop(identity);
     LocalSet::new().block_on(&runtime, async {
-        let broken = |error: io::Error| format!("the port to the host: {error}");
-        let port = Rc::new(Port::new(port).map_err(broken)?);
-        crate::say_ready();
-        let (nonce, identity) = loop {
-            let nonce = port.begin().await.map_err(broken)?;
-            if let Some(identity) = machine.known() {
-                break (nonce, identity);
-            }
+        let broken = |error: io::Error| format!("the way to the host: {error}");
+        let door = match channel {
+            Channel::Port(port) => Door::Port(Rc::new(Port::new(port).map_err(broken)?)),
+            Channel::Vsock(socket) => Door::Vsock(Listener::new(socket).map_err(broken)?),
         };
+        crate::say_ready();
+        let (visitor, identity) = machine.next(&door).await.map_err(broken)?;
         let (uid, gid) = (identity.config.uid, identity.config.gid);
         boot::own_workspace("/workspace", uid, gid)?;
         let _ = machine.user.set((uid, gid));
@@ -117,7 +118,7 @@ fn serve(booted: Booted) -> Result<(), String> {
             }
         });
         let ended = tokio::select! {
-            ended = carry(&daemon, &machine, port, nonce) => ended.map_err(broken),
+            ended = carry(&daemon, &machine, &door, visitor) => ended.map_err(broken),
             () = daemon.shutdown.notified() => Ok(()),
         };
         daemon.say_goodbye("shutdown", "the daemon was told to end");
@@ -127,30 +128,57 @@ fn serve(booted: Booted) -> Result<(), String> {
     })
 }
 
-/// Serve one connection after the other.
-async fn carry(daemon: &Rc<Daemon>, machine: &Machine, port: Rc<Port>, first: [u8; 16]) -> io::Result<()> {
-    let mut nonce = first;
+/// Where clients come in.
+enum Door {
+    Port(Rc<Port>),
+    Vsock(Listener),
+}
+
+/// Who has come: by the port the one after the other, each with a nonce to be echoed; by a vsock as many as want.
+enum Visitor {
+    Beginning(Rc<Port>, [u8; 16]),
+    Socket(UnixStream),
+}
+
+/// Serve whoever comes.
+async fn carry(daemon: &Rc<Daemon>, machine: &Machine, door: &Door, first: Visitor) -> io::Result<()> {
+    let mut visitor = first;
     loop {
-        if port.echo(nonce).await.is_ok() {
-            let mut own = [0; 32];
-            fill_random(&mut own)?;
-            let conn = Conn::new(daemon.key.get(), own);
-            daemon.know(&conn);
-            let (daemon, port) = (daemon.clone(), port.clone());
-            // A task of its own, which goes on to say goodbye.
-            let _ = spawn_local(async move { conn.serve(&daemon, Transport::Port(port)).await }).await;
-        }
-        loop {
-            nonce = port.begin().await?;
-            if let Some(identity) = machine.known() {
-                daemon.key.set(identity.config.key);
-                break;
+        match visitor {
+            Visitor::Socket(socket) => daemon.meet(socket),
+            Visitor::Beginning(port, nonce) => {
+                if port.echo(nonce).await.is_ok() {
+                    let mut own = [0; 32];
+                    fill_random(&mut own)?;
+                    let conn = Conn::new(daemon.key.get(), own);
+                    daemon.know(&conn);
+                    let daemon = daemon.clone();
+                    // A task of its own, which goes on to say goodbye.
+                    let _ =
+                        spawn_local(async move { conn.serve(&daemon, Transport::Port(port)).await }).await;
+                }
             }
         }
+        let (next, identity) = machine.next(door).await?;
+        daemon.key.set(identity.config.key);
+        visitor = next;
     }
 }
 
 impl Machine {
+    /// Wait for somebody to come while the drive has a key, and read it then.
+    async fn next(&self, door: &Door) -> io::Result<(Visitor, Identity)> {
+        loop {
+            let visitor = match door {
+                Door::Port(port) => Visitor::Beginning(port.clone(), port.begin().await?),
+                Door::Vsock(listener) => Visitor::Socket(listener.accept().await?),
+            };
+            if let Some(identity) = self.known() {
+                return Ok((visitor, identity));
+            }
+        }
+    }
+
     /// What the drive says now, and everything done that comes with it; `None`, and words on the console, where this
     /// machine is nobody's or cannot be what it says.
     ///
@@ -248,8 +276,9 @@ fn add_entropy(bytes: &[u8; 64]) -> io::Result<()> {
 fn power_off() -> ! {
     rustix::fs::sync();
     let _ = mount_remount("/workspace", MountFlags::RDONLY, c"");
-    let _ = reboot(RebootCommand::PowerOff);
-    // A platform that cannot power off can be restarted, which its monitor takes as the end.
+    // Firecracker has no power to switch off: there a kernel would halt for ever, and a restart is the end.
+    let ending = if boot::has_vsock() { RebootCommand::Restart } else { RebootCommand::PowerOff };
+    let _ = reboot(ending);
     let _ = reboot(RebootCommand::Restart);
     loop {
         std::thread::park();

@@ -17,8 +17,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from agent_sandbox.backends.base import Backend, ByteSink, ByteSource, Tunnel
-from agent_sandbox.errors import BackendError, ConflictError
-from agent_sandbox.guest import HELLO_SECONDS, Guest, GuestStalled, Program
+from agent_sandbox.errors import BackendError, ConflictError, ConnectionLostError
+from agent_sandbox.guest import HELLO_SECONDS, Carrier, Guest, GuestStalled, Program
 from agent_sandbox.types import (
     WORKSPACE,
     AttachEvent,
@@ -35,6 +35,8 @@ from agent_sandbox.types import (
     TerminalSize,
 )
 
+_TRIES = 5
+"""To say hello over a vsock."""
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -42,15 +44,14 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class Endpoint:
     """A connected stream socket to the daemon, its key, and what the environment was made from.
 
-    A ``serial`` one leads to a machine's port (:mod:`agent_sandbox.guest.channel`). ``seconds`` is how long the daemon
-    may take to answer: one that boots takes longer.
+    ``seconds`` is how long the daemon may take to answer: one that boots takes longer.
     """
 
     socket: socket.socket
     key: bytes
     spec: SandboxSpec
     image_env: Mapping[str, str]
-    serial: bool = False
+    carrier: Carrier = Carrier.SOCKET
     seconds: float = HELLO_SECONDS
 
 
@@ -272,8 +273,17 @@ class GuestBackend(Backend):
             raise
 
     async def _connect(self, id: str) -> _Link:
-        endpoint = await self.endpoint(id)
-        guest = await Guest.connect(endpoint.socket, endpoint.key, timeout=endpoint.seconds, serial=endpoint.serial)
+        for left in reversed(range(_TRIES)):
+            endpoint = await self.endpoint(id)
+            try:
+                guest = await Guest.connect(
+                    endpoint.socket, endpoint.key, timeout=endpoint.seconds, carrier=endpoint.carrier
+                )
+                break
+            except ConnectionLostError:
+                # A machine that goes on from what was saved ends the connections it had, and may end the first new one.
+                if endpoint.carrier is not Carrier.VSOCK or not left:
+                    raise
         image_env = {"PATH": DEFAULT_PATH, **endpoint.image_env, "HOME": WORKSPACE}
         return _Link(guest, {**image_env, **endpoint.spec.env})
 

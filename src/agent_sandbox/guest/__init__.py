@@ -11,10 +11,21 @@ The daemon on the other end is hostile input: a sandbox may have taken it over. 
   daemon answers PING.
 """
 
+from agent_sandbox.guest.channel import Carrier
 from agent_sandbox.guest.commands import Program
 from agent_sandbox.guest.guest import Guest
 from agent_sandbox.guest.limits import HELLO_SECONDS
 from agent_sandbox.guest.replies import ERRORS, EXEC_ID, GuestInfo, GuestStalled
 from agent_sandbox.guest.tunnel import GuestTunnel
 
-__all__ = ["ERRORS", "EXEC_ID", "HELLO_SECONDS", "Guest", "GuestInfo", "GuestStalled", "GuestTunnel", "Program"]
+__all__ = [
+    "ERRORS",
+    "EXEC_ID",
+    "HELLO_SECONDS",
+    "Carrier",
+    "Guest",
+    "GuestInfo",
+    "GuestStalled",
+    "GuestTunnel",
+    "Program",
+]

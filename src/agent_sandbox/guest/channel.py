@@ -10,6 +10,7 @@ kept nowhere.
 
 from __future__ import annotations
 
+import enum
 import secrets
 
 from agent_sandbox.wire import ProtocolError
@@ -21,6 +22,14 @@ MAX_NOISE = 64 * 1024 * 1024
 """What may come before an echo: the daemon's queue (4 MiB), the kernels' and the monitor's buffers, many times over."""
 _PREFIX = MAGIC[:-1]
 _STUFF = b"\0"
+
+
+class Carrier(enum.Enum):
+    """What a connection to a daemon goes over."""
+
+    SOCKET = "a socket of the host's"
+    PORT = "a machine's serial port, which outlives its clients"
+    VSOCK = "a socket into a machine"
 
 
 class Channel:

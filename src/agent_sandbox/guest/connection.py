@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar, cast
 from agent_sandbox import wire
 from agent_sandbox.errors import BackendError, ConnectionLostError, LimitExceededError
 from agent_sandbox.guest import limits, replies
-from agent_sandbox.guest.channel import Channel
+from agent_sandbox.guest.channel import Carrier, Channel
 
 T = TypeVar("T")
 
@@ -30,11 +30,11 @@ T = TypeVar("T")
 class Connection(asyncio.Protocol):
     """A connection. Made by :meth:`connect`; when it is ``closed`` the caller makes another."""
 
-    def __init__(self, key: bytes, *, serial: bool = False) -> None:
+    def __init__(self, key: bytes, *, carrier: Carrier = Carrier.SOCKET) -> None:
         loop = asyncio.get_running_loop()
-        self.wire = wire.Connection("client", key, clock=time.time_ns if serial else None)
-        self._channel = Channel() if serial else None
-        self._serial = serial
+        self._in_machine = carrier is not Carrier.SOCKET
+        self.wire = wire.Connection("client", key, clock=time.time_ns if self._in_machine else None)
+        self._channel = Channel() if carrier is Carrier.PORT else None
         self.writable = asyncio.Event()
         self.writable.set()
         self.closed = False
@@ -50,15 +50,20 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def connect(
-        cls, sock: socket.socket, key: bytes, *, timeout: float = limits.HELLO_SECONDS, serial: bool = False
+        cls,
+        sock: socket.socket,
+        key: bytes,
+        *,
+        timeout: float = limits.HELLO_SECONDS,
+        carrier: Carrier = Carrier.SOCKET,
     ) -> Self:
         """Do the hello on a connected stream socket, which belongs to the guest from now on.
 
-        A ``serial`` one leads to a port that outlives its clients, in a machine whose clock is set by the hello.
-        Raises :class:`BackendError` when the daemon does not answer in ``timeout`` seconds or cannot prove the key.
+        In a machine the clock is set by the hello. Raises :class:`BackendError` when the daemon does not answer in
+        ``timeout`` seconds or cannot prove the key, :class:`ConnectionLostError` when it ends the connection.
         """
         loop = asyncio.get_running_loop()
-        guest = cls(key, serial=serial)
+        guest = cls(key, carrier=carrier)
         try:
             sock.setblocking(False)
             await loop.create_connection(lambda: guest, sock=sock)
@@ -83,7 +88,7 @@ class Connection(asyncio.Protocol):
     @property
     def grace_seconds(self) -> float:
         """How long after its deadline a command may take to be ended."""
-        return limits.MACHINE_GRACE_SECONDS if self._serial else limits.EXEC_GRACE_SECONDS
+        return limits.MACHINE_GRACE_SECONDS if self._in_machine else limits.EXEC_GRACE_SECONDS
 
     async def wait_closed(self) -> None:
         """Return when the connection is closed."""
@@ -190,7 +195,7 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
         error = ConnectionLostError(f"the connection to the sandbox's daemon was lost ({reason})")
         if not self._hello.done():
-            self._hello.set_exception(BackendError(f"the sandbox's daemon refused the connection ({reason})"))
+            self._hello.set_exception(ConnectionLostError(f"the sandbox's daemon refused the connection ({reason})"))
             self._hello.exception()
         for stream in self._streams.values():
             stream.fail(error)

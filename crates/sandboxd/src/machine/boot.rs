@@ -2,13 +2,16 @@
 //!
 //! The initramfs holds this program as `/init` and the kernel's modules below `/modules`, named in load order by
 //! `/modules/order`. Drives are known by their serial: `root` is the image, read-only; `workspace` an ext4, of which the
-//! sandbox gets one directory; `config` what [`super::identity`] reads. What only the daemon needs (the config drive, the
+//! sandbox gets one directory; `config` what [`super::identity`] reads. A monitor that gives no serials says on the kernel's
+//! command line which drive is which, and whether there is a port or a vsock; the kernel hands on what it does not
+//! know as this program's environment. What only the daemon needs (the config drive, the
 //! port, the files under `/etc` that change with the machine) is opened here and has no name that a command could reach:
 //! it stays behind in the initramfs when the root is switched. A step that fails ends the machine with its reason on the
 //! console; nothing is served from half a sandbox.
 
 use super::group::Group;
 use super::identity::Identity;
+use super::vsock;
 use rustix::fs::{CWD, FileType, Gid, Mode, OFlags, Uid, chown, makedev, mknodat, symlink};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_bind, mount_move, mount_remount};
@@ -29,6 +32,10 @@ const LOOK: Duration = Duration::from_millis(2);
 const MIB: u64 = 1 << 20;
 const MAX_SHM: u64 = 64 * MIB;
 const PORT_NAME: &str = "sandboxd";
+/// Words of the kernel's command line. `vsock` listens there; anything else means the port.
+const CHANNEL_WORD: &str = "sandboxd_channel";
+/// The names of `/dev/vda`, `/dev/vdb` and so on, with commas between.
+const DRIVES_WORD: &str = "sandboxd_drives";
 const NEW: &str = "/newroot";
 const ASIDE: &str = "/aside";
 /// Where the daemon writes control groups.
@@ -67,11 +74,17 @@ const QUIET: MountFlags = MountFlags::from_bits_retain(
 );
 const DATA: MountFlags = MountFlags::from_bits_retain(MountFlags::NOSUID.bits() | MountFlags::NODEV.bits());
 
+/// What leads to the host: a port, or a socket that listens.
+pub enum Channel {
+    Port(OwnedFd),
+    Vsock(OwnedFd),
+}
+
 /// What the daemon keeps of the boot.
 pub struct Booted {
     pub identity: Identity,
     pub config_drive: OwnedFd,
-    pub port: OwnedFd,
+    pub channel: Channel,
     pub hostname: File,
     pub hosts: File,
     pub machine_id: File,
@@ -102,7 +115,7 @@ pub fn boot() -> Result<Booted, String> {
     load_modules()?;
     let config_drive = open_drive(&drive("config")?)?;
     let identity = Identity::read(&config_drive)?;
-    let port = open_port()?;
+    let channel = open_channel()?;
     create_dir_all(GROUPS).map_err(|error| format!("{GROUPS}: {error}"))?;
     attach("cgroup2", GROUPS, "cgroup2", QUIET, c"")?;
     let group = Group::make(GROUPS)?;
@@ -113,7 +126,7 @@ pub fn boot() -> Result<Booted, String> {
     let [hostname, hosts, machine_id] = files;
     let booted = Booted {
         config_drive,
-        port,
+        channel,
         hostname: hostname?,
         hosts: hosts?,
         machine_id: machine_id?,
@@ -158,11 +171,19 @@ fn load_modules() -> Result<(), String> {
     Ok(())
 }
 
-/// The device node of the drive with a serial.
+fn word(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// The device node of a drive: by its place in the list of all, where there is one, or else by its serial.
 fn drive(serial: &str) -> Result<String, String> {
+    let placed = word(DRIVES_WORD).map(|names| placed(&names, serial)).transpose()?;
     let end = Instant::now() + DRIVES_TIME;
     loop {
-        for entry in read_dir("/sys/block").into_iter().flatten().flatten() {
+        if let Some(path) = placed.as_ref().filter(|path| Path::new(path).exists()) {
+            return Ok(path.clone());
+        }
+        for entry in read_dir("/sys/block").into_iter().flatten().flatten().filter(|_| placed.is_none()) {
             let said = read_to_string(entry.path().join("serial")).unwrap_or_default();
             if said.trim_end_matches(['\0', '\n', ' ']) == serial
                 && let Ok(name) = entry.file_name().into_string()
@@ -171,15 +192,39 @@ fn drive(serial: &str) -> Result<String, String> {
             }
         }
         if Instant::now() > end {
-            return Err(format!("there is no drive with the serial {serial}"));
+            return Err(match placed {
+                Some(path) => format!("there is no drive {path}, which is to be {serial}"),
+                None => format!("there is no drive with the serial {serial}"),
+            });
         }
         std::thread::sleep(LOOK);
+    }
+}
+
+/// Where the drive of a name is when all are named in their order.
+fn placed(names: &str, name: &str) -> Result<String, String> {
+    let place = names.split(',').position(|other| other == name);
+    match place.and_then(|place| (b'a'..=b'z').nth(place)) {
+        Some(letter) => Ok(format!("/dev/vd{}", letter as char)),
+        None => Err(format!("{DRIVES_WORD}={names} does not name {name}")),
     }
 }
 
 fn open_drive(path: &str) -> Result<OwnedFd, String> {
     rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| format!("{path}: {errno}"))
+}
+
+/// Whether the monitor's way to the daemon is a vsock.
+pub fn has_vsock() -> bool {
+    word(CHANNEL_WORD).as_deref() == Some("vsock")
+}
+
+fn open_channel() -> Result<Channel, String> {
+    if !has_vsock() {
+        return open_port().map(Channel::Port);
+    }
+    vsock::listen().map(Channel::Vsock).map_err(|error| format!("cannot listen on a vsock: {error}"))
 }
 
 fn open_port() -> Result<OwnedFd, String> {
@@ -378,6 +423,17 @@ fn raise_loopback() -> Result<(), Errno> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn drives_are_found_by_their_place() {
+        let names = "root,workspace,config";
+        assert_eq!(placed(names, "root").unwrap(), "/dev/vda");
+        assert_eq!(placed(names, "config").unwrap(), "/dev/vdc");
+        assert!(placed(names, "swap").unwrap_err().contains("does not name swap"));
+        assert!(placed("", "root").is_err());
+        let many = vec!["x"; 26].join(",") + ",root";
+        assert!(placed(&many, "root").is_err());
+    }
 
     #[test]
     fn a_link_in_the_workspaces_place_is_refused() {

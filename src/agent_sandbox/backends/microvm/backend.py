@@ -324,6 +324,7 @@ class MicrovmBackend(GuestBackend):
             memory_mb=spec.memory_mb + _KERNEL_MB,
             vcpus=max(1, math.ceil(spec.cpus)),
             directory=environment.run,
+            jail=environment.jail,
             uid=record.user,
             gid=record.user,
         )
@@ -533,7 +534,7 @@ class MicrovmBackend(GuestBackend):
             shown = await self._thread(details, record.spec, process, self._groups(id), facts)
         shown |= {
             "guest_kernel": self._booted().version,
-            "endpoint": str(self._places.environment(id).endpoint),
+            "endpoint": str(self._places.environment(id).run / self._monitor.guest_socket),
             "labels": {
                 "io.agent-sandbox.managed": "true",
                 "io.agent-sandbox.id": id,
@@ -557,9 +558,10 @@ class MicrovmBackend(GuestBackend):
             if id not in self._held and await self._thread(environment.is_held):
                 # A checkpoint could not let it go on. What is frozen inside, the daemon thaws for whoever connects.
                 await self._resume(machine)
-            connection = await self._thread(environment.connect)
             seconds = _BOOT_SECONDS if id in self._changes else HELLO_SECONDS
-            return Endpoint(connection, key, record.spec, record.image_env, serial=True, seconds=seconds)
+            connection = await self._monitor.connect(machine, seconds)
+            carrier = self._monitor.carrier
+            return Endpoint(connection, key, record.spec, record.image_env, carrier=carrier, seconds=seconds)
 
     async def kill_guest(self, id: str) -> None:
         try:

@@ -18,12 +18,14 @@ The rules
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.guest import Carrier
 
 MEMORY_FILE, STATE_FILE = "memory", "state"
 """What :meth:`Monitor.save` writes."""
@@ -39,7 +41,8 @@ class MachineSpec:
     ``kernel`` and ``initrd`` must be readable by everybody, the drives need not; the directories above them may be
     closed. ``root`` (read-only), ``workspace`` and ``config`` (read-only) are raw images, which the guest finds by
     these names as serial numbers. ``memory_mb`` is all of its memory in MiB. ``directory`` is the server's own and
-    there already: it gets the sockets ``guest.sock`` and ``qmp.sock``. The monitor runs as ``uid`` and ``gid``.
+    there already: it gets the monitor's sockets, or a link to where they are. ``jail`` is not there yet: a directory
+    beside the drives that is the monitor's root, where it has one of its own. The monitor runs as ``uid`` and ``gid``.
     """
 
     kernel: Path
@@ -50,6 +53,7 @@ class MachineSpec:
     memory_mb: int
     vcpus: int
     directory: Path
+    jail: Path
     uid: int
     gid: int
 
@@ -81,6 +85,11 @@ class Monitor(Protocol):
 
     overhead_mb: int
     """What its process takes of the host's memory beside the guest's, in MiB, at most."""
+
+    carrier: Carrier
+    """What a connection to its machines' daemons goes over."""
+    guest_socket: str
+    """Where that begins, below the directory of a machine."""
 
     @property
     def facts(self) -> Facts:
@@ -121,6 +130,12 @@ class Monitor(Protocol):
         ``memory_mb`` is that of its spec. The drives are the caller's to copy, before the machine goes on; and so is
         syncing, which can come after.
         :class:`LimitExceededError` when the disk is full; then some of it may be there.
+        """
+
+    async def connect(self, machine: Machine, seconds: float) -> socket.socket:
+        """Connect to what leads to the machine's daemon, who may come to listen within so many seconds.
+
+        :class:`OSError` as connect(2) gives it.
         """
 
     async def console(self, machine: Machine) -> str:

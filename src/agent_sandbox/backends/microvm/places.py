@@ -7,7 +7,8 @@
     ├── key                                 0600, the 32 bytes that prove either side of the wire to the other
     ├── config.img                          0600, the drive that tells the daemon its key (config_image.py)
     ├── root.erofs, root.key                the image's content: another name of the file that all have who share it
-    └── workspace.img                       0600, the drive that the guest writes; never mounted on this host
+    ├── workspace.img                       0600, the drive that the guest writes; never mounted on this host
+    └── jail/                               what its monitor has as its root, where it has one of its own
     DATA_DIR/<backend>/kernel/              names of the files that machines boot from, so that they stay
     DATA_DIR/<backend>/templates/           blank disks by size
     /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, which process it is, and whether it is held
@@ -29,7 +30,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +75,7 @@ class Environment:
         self.workspace = directory / "workspace.img"
         self.config = directory / "config.img"
         self.root = directory / "root.erofs"
-        self.endpoint = run / "guest.sock"
+        self.jail = directory / "jail"
         self._record = directory / "spec.json"
         self._key = directory / "key"
         self._process = run / "process.json"
@@ -193,17 +193,6 @@ class Environment:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def connect(self) -> socket.socket:
-        """Connect to the guest's port, without blocking. :class:`OSError` as connect(2) gives it."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        try:
-            connection.connect(str(self.endpoint))
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
     def flush(self) -> None:
         """Bring what the guest wrote to the host's storage. Nothing happens without a drive."""
         with contextlib.suppress(FileNotFoundError), self.workspace.open("rb") as file:
@@ -211,8 +200,9 @@ class Environment:
 
     def clear(self) -> None:
         """Remove what a reboot would."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.run)
+        for directory in (self.run, self.jail):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(directory)
 
     def remove(self) -> None:
         """Remove everything; the directory goes last, by which the environment is listed."""

@@ -7,8 +7,6 @@ Strategy
 * A guest that has taken QEMU over is a stranger with a user id of its own on the host: ``unshare`` leaves it no network
   and no abstract socket, and limits of its process keep it from growing its drive, endless threads and core dumps.
   It still sees the files and sockets that everybody may open.
-* Nothing that QEMU writes grows: the guest's console, and what QEMU says of errors, go into small files of fixed size
-  that have no name. The console's beginning is what tells why a guest did not boot.
 * It starts with its processors stopped. Its control socket answers once everything is in place, so an error comes
   before the guest has run, with QEMU's words.
 * A machine is saved from outside: device state through QMP, without memory (some 15 KB), and the memory as
@@ -28,29 +26,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import os
 import re
-import shutil
 import signal
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
 
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.processor import machine as machine_kind
-from agent_sandbox.backends.linux.spawning import ENVIRONMENT, spawn
+from agent_sandbox.backends.linux.spawning import spawn
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import command, memory
+from agent_sandbox.backends.microvm.children import (
+    CONSOLE_BYTES,
+    OUTPUT_BYTES,
+    PAUSE_SECONDS,
+    PROBE_SECONDS,
+    Children,
+    clean,
+    find,
+    memfd,
+    owned,
+    room,
+    run,
+    said,
+    thread,
+)
 from agent_sandbox.backends.microvm.command import Given
 from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Adopt, Facts, Machine, MachineSpec
-from agent_sandbox.backends.microvm.qmp import Qmp, clean
-from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError
+from agent_sandbox.backends.microvm.qmp import Qmp
+from agent_sandbox.errors import BackendError, ConflictError
+from agent_sandbox.guest import Carrier, vsock
 
 KVM = Path("/dev/kvm")
 REMEDY = "install it with: apt-get install qemu-system-x86"
@@ -66,24 +74,16 @@ _PROBE_FIRMWARE = (
 )
 _START_SECONDS = 60.0
 """QEMU is ready in 0.1 s; a host with more machines than processors takes longer."""
-_PROBE_SECONDS = 10.0
 _NOBODY = 65534
 _QUIT_SECONDS = 5.0
-_PAUSE_SECONDS = 0.002
 _STATE_BYTES = 64 << 20
 """Of device state: some 15 KB, of which a machine's buffers are a part. A monitor that sends more is broken."""
 _PIPE_BYTES = 64 * 1024
-_OUTPUT_BYTES = 16 * 1024
-_CONSOLE_BYTES = 64 * 1024
-_CONSOLES_KEPT = 64
-"""Of machines that ended, until somebody asks why."""
 _THREADS = 128
 """Beside those of its processors: QEMU has at most 64 for its drives, and a few more."""
 _SOCKET_PATH_BYTES = 107
 """unix(7): an address holds 108 bytes with the zero at its end."""
 _VERSION = re.compile(r"^QEMU emulator version (\S+(?: \([^)]*\))?)")
-
-T = TypeVar("T")
 
 
 class QemuMonitor:
@@ -91,6 +91,9 @@ class QemuMonitor:
 
     overhead_mb = 160
     """QEMU itself takes 40 MiB, with devices and threads; translated code under TCG has a cache of its own size."""
+
+    carrier = Carrier.PORT
+    guest_socket = GUEST_SOCKET
 
     def __init__(self, program: str = "") -> None:
         self._name = program or "qemu-system-x86_64"
@@ -101,8 +104,7 @@ class QemuMonitor:
         self._facts: Facts | None = None
         self._tsc_khz: int | None = None
         self._fills = memory.Fills()
-        self._children: dict[int, int] = {}
-        self._consoles: OrderedDict[Process, int] = OrderedDict()
+        self._children = Children()
 
     @property
     def facts(self) -> Facts:
@@ -112,9 +114,9 @@ class QemuMonitor:
 
     async def find(self) -> Facts:
         if self._facts is None or not os.access(self._program, os.X_OK):
-            self._program = _find(self._name, REMEDY)
+            self._program = find(self._name, REMEDY)
             self._setpriv, self._unshare, self._prlimit = (
-                _find(name, "install it with: apt-get install util-linux") for name in ("setpriv", "unshare", "prlimit")
+                find(name, "install it with: apt-get install util-linux") for name in ("setpriv", "unshare", "prlimit")
             )
             self._facts = await self._look()
         return self._facts
@@ -142,12 +144,15 @@ class QemuMonitor:
             if _status(await qmp.execute("query-status")) != "paused":
                 raise BackendError("a machine is saved only while it is paused")
             state = await _device_state(qmp)
-        with _room():
-            await _thread(_write, dest / STATE_FILE, state)
-            await _thread(memory.save, machine.process, Given.MEMORY, memory_mb, dest / MEMORY_FILE)
+        with room():
+            await thread(_write, dest / STATE_FILE, state)
+            await thread(memory.save, machine.process, Given.MEMORY, memory_mb, dest / MEMORY_FILE)
+
+    async def connect(self, machine: Machine, seconds: float) -> socket.socket:
+        return await thread(vsock.connect_to, machine.directory / GUEST_SOCKET)
 
     async def console(self, machine: Machine) -> str:
-        return await _thread(self._console, machine.process)
+        return await thread(self._children.console, machine.process)
 
     async def quit(self, machine: Machine) -> None:
         with contextlib.suppress(BackendError):
@@ -155,43 +160,40 @@ class QemuMonitor:
                 await qmp.execute("quit")
         deadline = time.monotonic() + _QUIT_SECONDS
         while True:
-            if not await _thread(machine.process.alive) or time.monotonic() > deadline:
+            if not await thread(machine.process.alive) or time.monotonic() > deadline:
                 return
-            await asyncio.sleep(_PAUSE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def close(self) -> None:
-        for pid in list(self._children):
-            self._forget(pid)
-        while self._consoles:
-            os.close(self._consoles.popitem()[1])
-        await _thread(self._fills.close)
+        self._children.close()
+        await thread(self._fills.close)
 
     # -- looking --------------------------------------------------------------------------
 
     async def _look(self) -> Facts:
-        code, output = await self._run([self._program, "--version"])
+        code, output = await run([self._program, "--version"], REMEDY)
         found = _VERSION.match(output)
         if code != 0 or found is None:
             raise BackendError(f"{self._program} does not answer as QEMU: {clean(output) or f'exit code {code}'}")
-        cpuinfo = await _thread(lambda: Path("/proc/cpuinfo").read_text(errors="replace"))
+        cpuinfo = await thread(lambda: Path("/proc/cpuinfo").read_text(errors="replace"))
         self._tsc_khz = command.tsc_khz(cpuinfo)
         why = await self._why_not_kvm()
         version = f"{found[1]}, layout {command.LAYOUT}"
         if not why:
-            return Facts("qemu", version, True, f"host {await _thread(machine_kind)}")
+            return Facts("qemu", version, True, f"host {await thread(machine_kind)}")
         # A guest's clock under TCG goes by the host's: on a host of another rate it would go wrong.
         rate = f"{self._tsc_khz / 1e6:.2f} GHz" if self._tsc_khz else "unknown rate"
         return Facts("qemu", version, False, f"emulated at {rate}", why)
 
     async def _why_not_kvm(self) -> str:
         """Try it with a guest of a few bytes, as a user without rights; say what is in the way, "" when nothing is."""
-        if not await _thread(KVM.exists):
+        if not await thread(KVM.exists):
             return (
                 "there is no /dev/kvm (load kvm_intel or kvm_amd; in a virtual machine, enable nested virtualization)"
             )
         with ExitStack() as stack:
-            firmware = _memfd(stack, "firmware", len(_PROBE_FIRMWARE), _PROBE_FIRMWARE)
-            code, output = await self._run(
+            firmware = memfd(stack, "firmware", len(_PROBE_FIRMWARE), _PROBE_FIRMWARE)
+            code, output = await run(
                 [
                     *self._without_rights(_NOBODY, _NOBODY, True),
                     self._program,
@@ -200,6 +202,7 @@ class QemuMonitor:
                     *("-bios", "/proc/self/fd/3"),
                     *("-device", f"isa-debug-exit,iobase={_PROBE_PORT:#x},iosize=1"),
                 ],
+                REMEDY,
                 (firmware,),
             )
         if code == _PROBE_CODE:
@@ -207,58 +210,45 @@ class QemuMonitor:
         if "Permission denied" in output:
             return "a monitor, which has no rights, may not open it; run: chgrp kvm /dev/kvm && chmod 0660 /dev/kvm"
         if code == -signal.SIGKILL:
-            return f"a guest of a few instructions did not finish within {_PROBE_SECONDS:g} seconds on it"
+            return f"a guest of a few instructions did not finish within {PROBE_SECONDS:g} seconds on it"
         return f"a guest does not run on it: {clean(output) or f'QEMU ended with code {code}'}"
-
-    async def _run(self, argv: list[str], descriptors: tuple[int, ...] = ()) -> tuple[int, str]:
-        """Run a program to its end; its exit code and the beginning of its output. Killed after a while."""
-        with ExitStack() as stack:
-            output = _memfd(stack, "output", _OUTPUT_BYTES)
-            pid = spawn(argv, output, descriptors, REMEDY)
-            ended = asyncio.ensure_future(_thread(os.waitpid, pid, 0))
-            killer = asyncio.get_running_loop().call_later(_PROBE_SECONDS, os.kill, pid, signal.SIGKILL)
-            try:
-                _, status = await settled(ended, lambda: os.kill(pid, signal.SIGKILL))
-            finally:
-                killer.cancel()
-            return os.waitstatus_to_exitcode(status), _said(output)
 
     # -- starting -------------------------------------------------------------------------
 
     async def _start(self, spec: MachineSpec, saved: Path | None, adopt: Adopt | None) -> Machine:
         with ExitStack() as stack:
             listening = stack.enter_context(ExitStack())
-            errors = _memfd(stack, "errors", _OUTPUT_BYTES)
-            console = _memfd(stack, "console", _CONSOLE_BYTES)
-            files = await _thread(self._open, stack, listening, spec, saved)
+            errors = memfd(stack, "errors", OUTPUT_BYTES)
+            console = memfd(stack, "console", CONSOLE_BYTES)
+            files = await thread(self._open, stack, listening, spec, saved)
             ours: socket.socket | None = None
             if saved is not None:
                 ours, theirs = _pair(stack)
                 files.append(listening.enter_context(theirs).fileno())
             argv = [
                 *(self._unshare, "--net", "--ipc", "--"),
-                *(self._prlimit, *await _thread(_limits, spec), "--"),
+                *(self._prlimit, *await thread(_limits, spec), "--"),
                 *self._without_rights(spec.uid, spec.gid, self.facts.accelerated),
                 self._program,
                 *command.arguments(spec, self.facts, goes_on=saved is not None, tsc_khz=self._tsc_khz),
             ]
-            state = b"" if saved is None else await _thread(_read, saved / STATE_FILE)
+            state = b"" if saved is None else await thread(_read, saved / STATE_FILE)
             pid = spawn(argv, console, files, REMEDY, errors)
             try:
-                self._watch(pid)
+                self._children.watch(pid)
                 process = Process.of(pid)
                 listening.close()  # so that a QEMU which ends takes its sockets with it
                 if adopt is not None:
-                    await _thread(adopt, pid)
+                    await thread(adopt, pid)
                 await _let_run(spec.directory, ours, state)
             except BaseException as error:
-                await settled(asyncio.ensure_future(self._kill(pid)))
-                if isinstance(error, BackendError) and (words := clean(_said(errors))):
+                await settled(asyncio.ensure_future(self._children.kill(pid)))
+                if isinstance(error, BackendError) and (words := clean(said(errors))):
                     raise BackendError(f"the machine did not start: {words}") from error
                 raise
             if process is None:
                 raise BackendError("QEMU has ended")
-            self._keep_console(process, console)
+            self._children.keep_console(process, console)
             return Machine(spec.directory, process)
 
     def _open(self, stack: ExitStack, listening: ExitStack, spec: MachineSpec, saved: Path | None) -> list[int]:
@@ -269,14 +259,14 @@ class QemuMonitor:
         sockets = [_listen(listening, spec.directory / name) for name in (QMP_SOCKET, GUEST_SOCKET)]
         drives = ((spec.root, os.O_RDONLY), (spec.workspace, os.O_RDWR), (spec.config, os.O_RDONLY))
         files = [
-            _owned(stack, os.open(path, flags | os.O_CLOEXEC))
+            owned(stack, os.open(path, flags | os.O_CLOEXEC))
             for path, flags in ((spec.kernel, os.O_RDONLY), (spec.initrd, os.O_RDONLY), *drives)
         ]
         if saved is None:
             memory_file = memory.blank(spec.memory_mb)
         else:
             memory_file = self._fills.open(saved / MEMORY_FILE, spec.memory_mb)
-        return [*sockets, *files, _owned(stack, memory_file)]
+        return [*sockets, *files, owned(stack, memory_file)]
 
     def _without_rights(self, uid: int, gid: int, with_kvm: bool) -> list[str]:
         """What runs before QEMU to take its rights from it: all but those to /dev/kvm that a group has."""
@@ -286,53 +276,10 @@ class QemuMonitor:
                 groups = f"--groups={KVM.stat().st_gid}"
         return [self._setpriv, f"--reuid={uid}", f"--regid={gid}", groups, "--no-new-privs", "--"]
 
-    def _watch(self, pid: int) -> None:
-        """Reap a child when it ends, as long as this monitor is open."""
-        pidfd = os.pidfd_open(pid)
-        self._children[pid] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._forget, pid)
-
-    def _forget(self, pid: int) -> None:
-        pidfd = self._children.pop(pid)
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-    def _keep_console(self, process: Process, console: int) -> None:
-        self._consoles[process] = fcntl.fcntl(console, fcntl.F_DUPFD_CLOEXEC, 0)
-        ended = [one for one in self._consoles if one.pid not in self._children]
-        for one in ended[:-_CONSOLES_KEPT]:
-            os.close(self._consoles.pop(one))
-
-    def _console(self, process: Process) -> str:
-        if process in self._consoles:
-            said = _said(self._consoles[process])
-        else:  # of a machine that an earlier server started
-            try:
-                console = os.open(f"/proc/{process.pid}/fd/1", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:
-                raise BackendError("the machine's monitor has ended") from None
-            try:
-                said = _said(console) if process.alive() else ""
-            finally:
-                os.close(console)
-        lines = said.replace("\r", "\n").split("\n")
-        return "\n".join(line for line in (clean(line, _CONSOLE_BYTES) for line in lines) if line)
-
-    async def _kill(self, pid: int) -> None:
-        """Kill a child that was not given away yet, and wait until it is reaped."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        while True:
-            if pid not in self._children:
-                return
-            await asyncio.sleep(_PAUSE_SECONDS)
-
 
 def _limits(spec: MachineSpec) -> list[str]:
     """What a monitor may take of the host beside memory and time, as prlimit(1) takes it."""
-    written = max(spec.workspace.stat().st_size, _CONSOLE_BYTES, _OUTPUT_BYTES)
+    written = max(spec.workspace.stat().st_size, CONSOLE_BYTES, OUTPUT_BYTES)
     # A core of 0 would not keep the host's handler from getting the guest's memory where core_pattern is a program.
     return [f"--fsize={written}", f"--nproc={spec.vcpus + _THREADS}", "--core=1"]
 
@@ -350,7 +297,7 @@ async def _let_run(directory: Path, feeding: socket.socket | None, state: bytes)
                     break
                 if status != "inmigrate":
                     raise BackendError(f"the machine that was saved cannot go on: it is {status}")
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(PAUSE_SECONDS)
         await qmp.execute("cont")
 
 
@@ -364,9 +311,9 @@ async def _device_state(qmp: Qmp) -> bytes:
     loop, received = asyncio.get_running_loop(), bytearray()
     with ExitStack() as stack:
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        _owned(stack, read_end)
+        owned(stack, read_end)
         with ExitStack() as writing:
-            _owned(writing, write_end)
+            owned(writing, write_end)
             os.fchmod(write_end, 0o622)
             added = await qmp.execute("add-fd", descriptors=(write_end,))
         if not isinstance(added, dict) or not all(type(added.get(key)) is int for key in ("fd", "fdset-id")):
@@ -431,49 +378,9 @@ def _pair(stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     return stack.enter_context(ours), theirs
 
 
-def _owned(stack: ExitStack, descriptor: int) -> int:
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
-def _memfd(stack: ExitStack, name: str, size: int, content: bytes = b"") -> int:
-    """A file of ``size`` bytes without a name, which cannot grow: who writes more to it is refused."""
-    file = _owned(stack, os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    os.ftruncate(file, size)
-    os.pwrite(file, content, 0)
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
-    return file
-
-
-def _said(output: int) -> str:
-    return os.pread(output, _CONSOLE_BYTES, 0).rstrip(b"\0").decode(errors="replace").strip()
-
-
 def _status(answer: object) -> str:
     status = answer.get("status") if isinstance(answer, dict) else None
     return status if isinstance(status, str) else "unknown"
-
-
-def _find(name: str, remedy: str) -> str:
-    found = shutil.which(name, path=os.environ.get("PATH", "") + ":" + ENVIRONMENT["PATH"])
-    if found is None:
-        raise BackendError(f"{name} is not installed; {remedy}")
-    return str(Path(found).absolute())
-
-
-async def _thread(work: Callable[..., T], *args: object) -> T:
-    """Run blocking work on a thread and see it through, also when the caller is cancelled."""
-    return await settled(asyncio.ensure_future(asyncio.to_thread(work, *args)))
-
-
-@contextlib.contextmanager
-def _room() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise LimitExceededError("the server's disk is full; free some space") from error
-        raise
 
 
 __all__ = ["QemuMonitor"]

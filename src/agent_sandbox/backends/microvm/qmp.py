@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from agent_sandbox.backends.microvm.children import clean
 from agent_sandbox.errors import BackendError
 
 LINE_BYTES = 256 * 1024
@@ -29,7 +30,6 @@ LINE_BYTES = 256 * 1024
 SECONDS = 10.0
 """For a connection and its commands. An idle QEMU answers in 1 ms, a host that swaps in seconds."""
 _RECEIVE_BYTES = 64 * 1024
-_WORDS = 300
 
 
 class QmpError(BackendError):
@@ -140,9 +140,4 @@ def _refused(command: str, error: object) -> QmpError:
     return QmpError(command, clean(str(table.get("class", ""))), clean(str(table.get("desc", ""))))
 
 
-def clean(text: str, limit: int = _WORDS) -> str:
-    """At most ``limit`` characters of ``text``, without what would speak to a terminal."""
-    return "".join(char if char.isprintable() else " " for char in text[:limit]).strip()
-
-
-__all__ = ["LINE_BYTES", "SECONDS", "Qmp", "QmpError", "clean"]
+__all__ = ["LINE_BYTES", "SECONDS", "Qmp", "QmpError"]

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 COMMAND = "agent-sandbox image kernel"
 _FORMAT = 1
-_VERSION = 1
+_VERSION = 2
 _KEPT_KERNELS, _KEPT_INITRAMFS = 4, 8
 """Of 70 and 3 MB each: what has gone only costs preparing it again."""
 _JSON_BYTES = 1 << 20

@@ -21,9 +21,10 @@ DRIVERS: Mapping[str, str] = {
     "erofs": "CONFIG_EROFS_FS",
     "ext4": "CONFIG_EXT4_FS",
     "overlay": "CONFIG_OVERLAY_FS",
+    "vmw_vsock_virtio_transport": "CONFIG_VIRTIO_VSOCKETS",
 }
-"""What a microVM needs, by module, with the option that a kernel is built with: the bus, the drives, the channel,
-entropy, the root, the workspace, layers of files."""
+"""What a microVM needs, by module, with the option that a kernel is built with: the bus, the drives, QEMU's channel,
+entropy, the root, the workspace, layers of files, Firecracker's channel."""
 
 OPTIONS = (
     *("ACPI", "BLK_DEV_INITRD", "DEVTMPFS", "PROC_FS", "SYSFS", "TMPFS", "UNIX"),

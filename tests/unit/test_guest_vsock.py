@@ -1,0 +1,117 @@
+"""Reaching a machine's port through its monitor's socket: the handshake, and what may lie in the socket's place."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from agent_sandbox.errors import BackendError
+from agent_sandbox.guest import vsock
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def dialled(place: Path, answer: Answer, seconds: float = 30) -> AsyncGenerator[socket.socket, None]:
+    """What dialling gives where a monitor answers so; everything is closed at the end."""
+    serving: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await answer(reader, writer)
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.create_task(serve(reader, writer)))
+
+    server = await asyncio.start_unix_server(begin, place)
+    try:
+        with await vsock.dial(lambda: vsock.connect_to(place), seconds) as connection:
+            yield connection
+    finally:
+        server.close()
+        await asyncio.gather(*serving)
+
+
+async def test_the_line_is_answered_byte_by_byte_and_what_follows_is_the_daemons(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readexactly(13) == b"CONNECT 1024\n"
+        for byte in b"OK 1073741824\nhello":
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write_eof()
+
+    async with dialled(tmp_path / "guest.sock", answer) as connection:
+        received = b""
+        while piece := await asyncio.get_running_loop().sock_recv(connection, 64):
+            received += piece
+    assert received == b"hello"
+
+
+async def test_a_machine_that_does_not_listen_yet_is_asked_again(tmp_path: Path) -> None:
+    asked = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readline()
+        if asked == 3:
+            writer.write(b"OK 5\n")
+            await writer.drain()
+        else:
+            writer.close()
+
+    async with dialled(tmp_path / "guest.sock", answer):
+        pass
+    assert asked == 3
+
+
+async def test_a_machine_that_never_listens_is_given_up(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    with pytest.raises(BackendError, match="did not listen within"):
+        async with dialled(tmp_path / "guest.sock", answer, 0.2):
+            pass
+
+
+@pytest.mark.parametrize("words", [b"NO\n", b"OK \n", b"OK x\n", b"OK 1 2\n", b"OK 1" * 9, b"\n", b"ok 1\n"])
+async def test_what_is_no_monitor_is_refused(tmp_path: Path, words: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        await writer.drain()
+
+    with pytest.raises(BackendError, match="does not answer as one"):
+        async with dialled(tmp_path / "guest.sock", answer):
+            pass
+
+
+def test_a_link_in_the_sockets_place_is_not_followed(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "other.sock"))
+        listener.listen()
+        (tmp_path / "guest.sock").symlink_to("other.sock")
+        with pytest.raises(BackendError, match="is none"):
+            vsock.connect_to(tmp_path / "guest.sock")
+    (tmp_path / "file.sock").touch()
+    with pytest.raises(BackendError, match="is none"):
+        vsock.connect_to(tmp_path / "file.sock")
+    with pytest.raises(BackendError, match="has no socket"):
+        vsock.connect_to(tmp_path / "absent.sock")
+
+
+def test_the_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 100) / ("y" * 100)
+    deep.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        (tmp_path / "s").rename(deep / "guest.sock")
+        vsock.connect_to(deep / "guest.sock").close()
