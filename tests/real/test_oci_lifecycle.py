@@ -16,6 +16,8 @@ from typing import cast
 
 import pytest
 
+from agent_sandbox.backends.linux import mounts
+from agent_sandbox.backends.linux.requirements import find_sandboxd
 from agent_sandbox.backends.oci import OciBackend
 from agent_sandbox.backends.oci import backend as oci_backend
 from agent_sandbox.config import Settings
@@ -346,6 +348,41 @@ async def test_a_daemon_that_does_not_answer_is_an_error_with_its_words(tmp_path
     await backend.close()
 
 
+async def test_the_daemon_is_a_copy_that_an_upgrade_does_not_touch(tmp_path: Path) -> None:
+    program = tmp_path / "installed"
+    shutil.copyfile(find_sandboxd(""), program)
+    program.chmod(0o755)
+    backend = OciBackend(Settings(data_dir=tmp_path / "data", sandboxd=str(program)))
+    await backend.start()
+    program.unlink()  # as an upgrade does in between
+    try:
+        await backend.create("sb1-1", SPEC)
+        assert await run(backend, "sb1-1", "echo fine") == ("fine\n", 0)
+        await backend.stop_environment("sb1-1")
+        program.write_text("half a file")
+        await backend.start_environment("sb1-1")
+        assert await run(backend, "sb1-1", "echo fine") == ("fine\n", 0)
+        await backend.destroy("sb1-1")
+        await wait_until_clean(tmp_path / "data")
+    finally:
+        await backend.close()
+
+
+async def test_what_a_killed_server_left_below_run_goes_with_the_next(settings: Settings) -> None:
+    killed = OciBackend(settings)
+    await killed.start()
+    run_directory = Path("/run/agent-sandbox") / killed.instance
+    merged = run_directory / "overlay-probe-0a1b2c3d" / "merged"  # it was killed while it tried whether overlays work
+    merged.mkdir(parents=True)
+    mounts.mount("none", merged, "tmpfs", 0, "size=64k")
+    successor = OciBackend(settings)
+    await successor.start()
+    assert not merged.parent.exists()
+    await successor.close()
+    assert not run_directory.exists()
+    await killed.close()
+
+
 async def test_no_secret_outside_private_files(backend: OciBackend, settings: Settings) -> None:
     await backend.create("sb1-1", SPEC)
     home = settings.data_dir / "runc" / "env" / "sb1-1"
@@ -380,7 +417,7 @@ async def test_a_long_data_directory(tmp_path: Path) -> None:
 async def test_a_full_host_disk_is_typed_and_leaves_nothing(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    assert os.system(f"mount -t tmpfs -o size=3m none {small}") == 0
+    assert os.system(f"mount -t tmpfs -o size=8m none {small}") == 0
     try:
         backend = OciBackend(Settings(data_dir=small / "data"))
         await backend.start()

@@ -54,7 +54,7 @@ from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, why_no_overlay
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks
@@ -137,7 +137,7 @@ class DockerBackend(GuestBackend):
         async with translated("starting the docker backend"):
             await self._thread(self._prepare)
         no_network = await self._why_no_network()
-        no_layers = self._facts.not_shared or await self._thread(why_no_overlay, self._places.run)
+        no_layers = self._facts.not_shared or await self._thread(self._places.why_no_layers)
         self.capabilities = facts.capabilities(self._facts, no_layers=no_layers, no_network=no_network)
         self.versions = {"docker": self._facts.version, self._facts.runtime: self._facts.runtime_version}
         self.known_failures = _KNOWN_FAILURES

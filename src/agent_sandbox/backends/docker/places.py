@@ -40,7 +40,13 @@ import msgspec
 
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk, Templates
-from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers
+from agent_sandbox.backends.linux.overlay import (
+    MAX_LAYERS,
+    OVERLAY_OPTIONS,
+    clear_probes,
+    forget_layers,
+    why_no_overlay,
+)
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 
@@ -304,6 +310,11 @@ class Places:
                 if other != copy:
                     other.unlink(missing_ok=True)
         return copy
+
+    def why_no_layers(self) -> str:
+        """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
+        clear_probes(self.run)
+        return why_no_overlay(self.run)
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""

@@ -16,10 +16,20 @@ MAX_LAYERS = 64
 OVERLAY_OPTIONS = "redirect_dir=on,index=on,metacopy=off,xino=on"
 """Of a workspace: renames of directories and writes to hard links work as anywhere, files have numbers that stay."""
 
+_PROBE = "overlay-probe-"
+
+
+def clear_probes(directory: Path) -> None:
+    """Remove what :func:`why_no_overlay` left in ``directory`` where its process was killed; nobody may be trying."""
+    for place in directory.glob(f"{_PROBE}*"):
+        for point in mounts.mounted_below(place):
+            mounts.detach(point)
+        shutil.rmtree(place, ignore_errors=True)
+
 
 def why_no_overlay(directory: Path) -> str:
     """Why workspaces cannot be overlays of layers on this host; empty when they can, tried in ``directory``."""
-    place = directory / f"probe-{secrets.token_hex(4)}"
+    place = directory / f"{_PROBE}{secrets.token_hex(4)}"
     try:
         for name in ("lower", "upper", "work", "merged"):
             (place / name).mkdir(parents=True)

@@ -60,6 +60,7 @@ from agent_sandbox.backends.oci.building import (
     furnish,
     launch,
 )
+from agent_sandbox.backends.oci.daemons import Daemons
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.backends.oci.program import Runtime
@@ -116,6 +117,7 @@ class OciBackend(GuestBackend):
         self.instance = self._places.instance
         self._runtime = self._make_runtime()
         self._templates = Templates(self._places.templates)
+        self._daemons = Daemons(self._places.home / "daemons")
         self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._hierarchies = cgroups.Hierarchies(None)
         self._host: Host | None = None
@@ -154,7 +156,7 @@ class OciBackend(GuestBackend):
         self._host = Host(
             self.instance,
             self._places.group,
-            self._program(sandboxd),
+            self._daemons.keep(sandboxd),
             self._hierarchies,
             self._counted(limits),
             self._filter(),
@@ -557,10 +559,6 @@ class OciBackend(GuestBackend):
             no_userns=no_userns,
             no_layers=no_layers,
         )
-
-    def _program(self, sandboxd: Path) -> Path:
-        """The daemon's executable as sandboxes get it."""
-        return sandboxd
 
     def _why_no_ids(self) -> str:
         """Why sandboxes get no host ids of their own; empty where they do."""

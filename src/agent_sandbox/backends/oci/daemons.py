@@ -4,9 +4,9 @@
 
     DATA_DIR/<backend>/daemons/<digest>     0755
 
-An upgrade replaces the file that a running sandbox was started from, and a sandbox that goes on from a checkpoint needs
-the very program that is in its memory. So a sandbox is started from a copy that nobody writes, and its checkpoint names
-that. The functions block for a few milliseconds.
+An upgrade replaces the file that sandboxes are started from, perhaps in the moment of a start, and a sandbox that goes
+on from a checkpoint needs the very program that is in its memory. So each is started from a copy that nobody writes,
+and a checkpoint names that. The functions block for a few milliseconds.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.oci import bundle, checkpoints
 from agent_sandbox.backends.oci.backend import OciBackend
 from agent_sandbox.backends.oci.building import CONTAINER_PREFIX, Host, Listening, daemon_config, process_limits
-from agent_sandbox.backends.oci.daemons import Daemons
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.backends.oci.places import Places
 from agent_sandbox.backends.oci.requirements import gvisor_capabilities
@@ -64,7 +63,6 @@ class GvisorBackend(OciBackend):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._parted: dict[str, asyncio.Event] = {}
-        self._daemons = Daemons(self._places.home / "daemons")
 
     # -- the runtime ---------------------------------------------------------------------
 
@@ -82,9 +80,6 @@ class GvisorBackend(OciBackend):
     def _capabilities(self, limits: frozenset[LimitName], *, no_userns: str, no_layers: str) -> Capabilities:
         has_swap_limit = cgroups.has_swap_limit(self._hierarchies)
         return gvisor_capabilities(limits, has_swap_limit=has_swap_limit, no_layers=no_layers)
-
-    def _program(self, sandboxd: Path) -> Path:
-        return self._daemons.keep(sandboxd)
 
     def _host_for(self, source: Path | None) -> Host:
         host = super()._host_for(source)

@@ -23,7 +23,7 @@ import os
 from pathlib import Path
 
 from agent_sandbox.backends.linux.idranges import IdRanges
-from agent_sandbox.backends.linux.overlay import why_no_overlay
+from agent_sandbox.backends.linux.overlay import clear_probes, why_no_overlay
 from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.errors import BackendError, NotFoundError
@@ -89,6 +89,7 @@ class Places:
 
     def why_no_layers(self) -> str:
         """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
+        clear_probes(self.run)
         return why_no_overlay(self.run)
 
     def close(self) -> None:
