@@ -83,6 +83,8 @@ class Settings:
         "machine in AGENT_SANDBOX_DATA_DIR.",
     )
     qemu: str = _setting("", "Path of the qemu backend's QEMU; empty: qemu-system-x86_64 as PATH has it.")
+    firecracker: str = _setting("", "Path of the firecracker backend's Firecracker; empty: firecracker in PATH.")
+    jailer: str = _setting("", "Path of Firecracker's jailer, of the same release; empty: jailer in PATH.")
     allow_network: bool = _setting(False, "Let sandboxes ask for a network.")
     allow_tcg: bool = _setting(
         False,

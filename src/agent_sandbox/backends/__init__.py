@@ -18,6 +18,7 @@ GROUP = "agent_sandbox.backends"
 BUILT_IN = {
     "docker": "agent_sandbox.backends.docker:DockerBackend",
     "qemu": "agent_sandbox.backends.microvm:MicrovmBackend",
+    "firecracker": "agent_sandbox.backends.microvm:FirecrackerBackend",
     "fake": "agent_sandbox.backends.fake:FakeBackend",
     "runc": "agent_sandbox.backends.oci:OciBackend",
     "gvisor": "agent_sandbox.backends.oci:GvisorBackend",

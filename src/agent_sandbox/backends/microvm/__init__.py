@@ -1,5 +1,5 @@
-"""MicroVMs: the backend on QEMU."""
+"""MicroVMs: one backend on QEMU, and one on Firecracker."""
 
-from agent_sandbox.backends.microvm.backend import MicrovmBackend
+from agent_sandbox.backends.microvm.backend import FirecrackerBackend, MicrovmBackend
 
-__all__ = ["MicrovmBackend"]
+__all__ = ["FirecrackerBackend", "MicrovmBackend"]

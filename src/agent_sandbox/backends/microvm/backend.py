@@ -53,6 +53,7 @@ from agent_sandbox.backends.linux.requirements import find_sandboxd, require_roo
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import checkpoints
 from agent_sandbox.backends.microvm.config_image import MIB
+from agent_sandbox.backends.microvm.firecracker import FirecrackerMonitor
 from agent_sandbox.backends.microvm.inspecting import details
 from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, Monitor
 from agent_sandbox.backends.microvm.places import Environment, Places, Record
@@ -69,7 +70,7 @@ from agent_sandbox.errors import (
     SandboxError,
     UnsupportedError,
 )
-from agent_sandbox.guest import HELLO_SECONDS
+from agent_sandbox.guest import HELLO_SECONDS, Carrier
 from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.images.machine import Kernel, MachineImages, MachineRoot
 from agent_sandbox.types import Capabilities, EnvironmentInfo, ImagePull, PreparedWorkspace, ResolvedImage, SandboxSpec
@@ -485,6 +486,9 @@ class MicrovmBackend(GuestBackend):
         """Let a machine go on that was held to be saved, and what is frozen in it."""
         try:
             await self._resume(machine)
+            if self._monitor.carrier is Carrier.VSOCK:
+                # Saving the machine has ended its connections, which this side may not have noticed yet.
+                await self.drop_guest(id)
             await (await self._guest(id)).thaw(time.time_ns())
             await self._thread(self._places.environment(id).release)
         except (OSError, SandboxError) as error:
@@ -593,6 +597,15 @@ class MicrovmBackend(GuestBackend):
     async def _thread(self, work: Callable[..., T], *args: object) -> T:
         """Run blocking work on a thread and see it through, also when the caller is cancelled."""
         return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
+
+
+class FirecrackerBackend(MicrovmBackend):
+    """Sandboxes as microVMs of Firecracker."""
+
+    name = "firecracker"
+
+    def _make_monitor(self) -> Monitor:
+        return FirecrackerMonitor(self._settings.firecracker, self._settings.jailer)
 
 
 def _end_of(said: str) -> str:

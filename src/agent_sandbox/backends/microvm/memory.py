@@ -125,6 +125,21 @@ def save(process: Process, given: int, memory_mb: int, dest: Path) -> None:
         os.close(proc)
 
 
+def copy_data(source: int, target: int, size: int, *, zeros: bool = True) -> None:
+    """Copy what a file holds to the same places of another, its holes left out; and pieces of zeros, if they may be.
+
+    :class:`BackendError` when the file is cut off meanwhile.
+    """
+    for start, end in _extents(source, size):
+        while start < end:
+            piece = os.pread(source, min(_PIECE, end - start), start)
+            if not piece:
+                raise BackendError("the machine's saved memory was cut off while it was read")
+            if zeros or piece != _ZEROS[: len(piece)]:
+                os.pwrite(target, piece, start)
+            start += len(piece)
+
+
 _Name = tuple[int, int, int, int]
 _BLOCK = 512
 """Of st_blocks, see inode(7)."""
