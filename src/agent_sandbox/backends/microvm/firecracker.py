@@ -224,7 +224,8 @@ class FirecrackerMonitor:
                 *(self._unshare, "--net", "--ipc", "--"),
                 # A core of 0 would not keep the host's handler from getting the guest's memory.
                 *(self._prlimit, f"--nproc={spec.vcpus + _THREADS}", "--core=1", "--"),
-                *(self._jailer, "--id", _ID, "--exec-file", self._program, f"--uid={spec.uid}", f"--gid={spec.gid}"),
+                *(self._jailer, "--id", _ID, "--exec-file", self._program),
+                *("--uid", str(spec.uid), "--gid", str(spec.gid)),
                 *("--chroot-base-dir", str(spec.jail)),
                 *("--resource-limit", f"fsize={written}", "--resource-limit", f"no-file={_FILES}"),
                 *("--", "--api-sock", _API_SOCKET),
