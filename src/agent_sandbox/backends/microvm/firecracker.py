@@ -78,6 +78,8 @@ LAYOUT = 1
 """Count it up when changing devices or their order: what an older release saved is then refused with a reason."""
 DRIVES = ("root", "workspace", "config")
 """In the order in which the guest finds them."""
+_ID = "machine"
+"""Of each monitor in its jail."""
 _API_SOCKET, _GUEST_SOCKET = "api.sock", "guest.sock"
 _GUEST_CID = 3
 """Of any number above 2: each machine has a device, and so an address space, of its own."""
@@ -142,7 +144,7 @@ class FirecrackerMonitor:
         await self._ask(machine, "PATCH", "/vm", {"state": "Paused"})
 
     async def resume(self, machine: Machine) -> None:
-        await self._ask(machine, "PATCH", "/vm", {"state": "Resumed"})
+        await self._ask(machine, *_RESUME)
 
     async def running(self, machine: Machine) -> bool:
         return (await self._ask(machine, "GET", "/")).get("state") == "Running"
@@ -242,7 +244,9 @@ class FirecrackerMonitor:
                 await self._answering(machine)
                 for method, target, body in _goes_on() if saved is not None else _boots(spec):
                     await self._ask(machine, method, target, body, _START_SECONDS)
+                # Before the guest runs its first instruction.
                 await thread(_close_jail, root)
+                await self._ask(machine, *(_START if saved is None else _RESUME))
             except BaseException as error:
                 await settled(asyncio.ensure_future(self._children.kill(pid)))
                 if isinstance(error, BackendError) and (words := clean(said(errors) or said(console))):
@@ -264,14 +268,15 @@ class FirecrackerMonitor:
             await asyncio.sleep(PAUSE_SECONDS)
 
 
-_ID = "machine"
-"""Of each monitor in its jail; the environment's own name may be longer than Firecracker takes."""
-
 Request = tuple[str, str, Mapping[str, object]]
 
 
+_START: Request = ("PUT", "/actions", {"action_type": "InstanceStart"})
+_RESUME: Request = ("PATCH", "/vm", {"state": "Resumed"})
+
+
 def _boots(spec: MachineSpec) -> Iterator[Request]:
-    """What makes a machine and starts it."""
+    """What makes a machine that is to boot."""
     size = {"vcpu_count": spec.vcpus, "mem_size_mib": spec.memory_mb, "track_dirty_pages": True}
     yield "PUT", "/machine-config", size
     source = {"kernel_image_path": "kernel", "initrd_path": "initrd", "boot_args": " ".join(_ARGUMENTS)}
@@ -281,11 +286,10 @@ def _boots(spec: MachineSpec) -> Iterator[Request]:
         yield "PUT", f"/drives/{name}", drive
     yield "PUT", "/vsock", {"guest_cid": _GUEST_CID, "uds_path": _GUEST_SOCKET}
     yield "PUT", "/entropy", {}
-    yield "PUT", "/actions", {"action_type": "InstanceStart"}
 
 
 def _goes_on() -> Iterator[Request]:
-    """What lets a saved machine go on: its devices are those that it was saved with, by the same names."""
+    """What makes one of what was saved: its devices are those that it was saved with, by the same names."""
     yield (
         "PUT",
         "/snapshot/load",
@@ -293,7 +297,7 @@ def _goes_on() -> Iterator[Request]:
             "snapshot_path": STATE_FILE,
             "mem_backend": {"backend_type": "File", "backend_path": MEMORY_FILE},
             "enable_diff_snapshots": True,
-            "resume_vm": True,
+            "resume_vm": False,
         },
     )
 
