@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent_sandbox.backends.oci.environment import Environment, Record, write_private
+from agent_sandbox.backends.linux.environments import write_private
+from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
 

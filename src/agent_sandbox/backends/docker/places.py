@@ -28,9 +28,6 @@ import json
 import os
 import re
 import secrets
-import shutil
-import socket
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,23 +36,23 @@ from typing import Annotated, Any
 import msgspec
 
 from agent_sandbox.backends.linux import mounts
-from agent_sandbox.backends.linux.disk import Disk, Templates
-from agent_sandbox.backends.linux.overlay import (
-    MAX_LAYERS,
-    OVERLAY_OPTIONS,
-    clear_probes,
-    forget_layers,
-    why_no_overlay,
+from agent_sandbox.backends.linux.disk import Templates
+from agent_sandbox.backends.linux.environments import (
+    KEY_BYTES,
+    RECORD_VERSION,
+    RUN_DIRECTORY,
+    DiskEnvironment,
+    DiskPlaces,
+    StoredRecord,
+    require_layers,
+    write_new,
+    write_private,
 )
-from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers
+from agent_sandbox.errors import BackendError
 from agent_sandbox.types import SandboxSpec
 
-VERSION = 1
-KEY_BYTES = 32
-RUN_DIRECTORY = Path("/run/agent-sandbox")
 _INSTANCE = re.compile(r"[0-9a-f]{12}")
-_RECORD_BYTES = 8 << 20
-"""An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +75,18 @@ class Record:
     image_labels: tuple[str, ...] = ()
 
 
-class Environment:
+class Environment(DiskEnvironment):
     """The files of environment ``id``. Making the object touches nothing."""
 
     def __init__(self, directory: Path, mount_point: Path, links: Path) -> None:
-        self.id = directory.name
-        self.directory = directory
+        super().__init__(directory, mount_point)
         self.guest = mount_point / "guest"
-        self.disk = Disk(directory, mount_point)
         self._links = links
         self._link = hashlib.sha256(self.id.encode()).hexdigest()[:12]
-        self._record = directory / "spec.json"
-        self._key = directory / "key"
+
+    @property
+    def endpoint(self) -> Path:
+        return self.guest / "sock"
 
     def reserve(self, record: Record) -> bytes:
         """Make the directory with its record and a fresh key, which is returned. :class:`FileExistsError` for a taken
@@ -97,25 +94,17 @@ class Environment:
         self.directory.mkdir(mode=0o700)
         self.write(record)
         key = secrets.token_bytes(KEY_BYTES)
-        _write(self._key, key)
+        write_new(self._key, key)
         return key
 
     def write(self, record: Record) -> None:
         """Write the record, synced, in the place of an earlier one."""
-        text = {"version": VERSION, **_fields(record), "spec": _fields(record.spec)}
-        _replace(self._record, json.dumps(text).encode())
+        text = {"version": RECORD_VERSION, **_fields(record), "spec": _fields(record.spec)}
+        write_private(self._record, json.dumps(text).encode())
 
     def record(self) -> Record:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
-        try:
-            with self._record.open("rb") as file:
-                stored = msgspec.convert(json.loads(file.read(_RECORD_BYTES + 1)), _Stored)
-            if stored.version != VERSION or stored.id != self.id:
-                raise ValueError("another version or environment")
-        except FileNotFoundError:
-            raise NotFoundError(f"there is no environment {self.id}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+        stored = self.stored(_Stored)
         values: dict[str, Any] = {
             name: getattr(stored, name) for name in _Stored.__struct_fields__ if name != "version"
         }
@@ -123,26 +112,13 @@ class Environment:
             values[name] = tuple(values[name])
         return Record(**values)
 
-    def is_known(self) -> bool:
-        """Whether there is a record, readable or not."""
-        return os.path.lexists(self._record)
-
-    def key(self) -> bytes:
-        """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
-        try:
-            key = self._key.read_bytes()
-        except FileNotFoundError:
-            raise NotFoundError(f"there is no environment {self.id}") from None
-        except OSError as error:
-            raise BackendError(f"the key of environment {self.id} is damaged; destroy it") from error
-        if len(key) != KEY_BYTES:
-            raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
-        return key
+    def layers(self) -> tuple[str, ...]:
+        return self.record().layers
 
     def forget(self) -> None:
         """Remove record and key: from now on the environment cannot be found, whatever is left of it."""
-        for path in (self._record, self._key, self.guest / "config"):
-            path.unlink(missing_ok=True)
+        super().forget()
+        (self.guest / "config").unlink(missing_ok=True)
 
     def prepare_guest(self, config: bytes) -> None:
         """Make the directory that the daemon shares with this host, with its configuration and no socket.
@@ -153,7 +129,7 @@ class Environment:
         self.guest.mkdir(mode=0o700, exist_ok=True)
         for name in ("config", "sock"):
             (self.guest / name).unlink(missing_ok=True)
-        _write(self.guest / "config", config)
+        write_new(self.guest / "config", config)
 
     def make_disk(self, templates: Templates, record: Record) -> None:
         """Make the disk and mount it; a workspace over layers gets its empty changes, whose root is open to its user.
@@ -161,7 +137,7 @@ class Environment:
         :class:`BackendError` when a layer is gone.
         """
         spec, disk = record.spec, self.disk
-        _require(record.layers)
+        require_layers(record.layers)
         disk.make(templates.get(spec.disk_mb), spec.uid, spec.gid, 0)
         if record.layers:
             for directory in (disk.changes, disk.changes_work):
@@ -171,7 +147,7 @@ class Environment:
     def short_layers(self, record: Record) -> list[str]:
         """Name the layers in few characters that mean nothing to mount(2). :class:`BackendError` when one is gone."""
         names = []
-        _require(record.layers)
+        require_layers(record.layers)
         for number, layer in enumerate(record.layers):
             link = self._links / f"{self._link}-{number}"
             link.unlink(missing_ok=True)
@@ -196,45 +172,14 @@ class Environment:
         else:
             mounts.unmount(disk.workspace)
 
-    def connect(self) -> socket.socket:
-        """Connect to the daemon's socket, without blocking. :class:`OSError` as connect(2) gives it.
-
-        What the sandbox has put in the socket's place is not followed.
-        """
-        descriptor = os.open(self.guest / "sock", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            try:
-                connection.connect(f"/proc/self/fd/{descriptor}")
-            except OSError:
-                connection.close()
-                raise
-            return connection
-        finally:
-            os.close(descriptor)
-
     def unmount(self) -> None:
         """Unmount whatever is mounted for the environment, and remove what a reboot would."""
-        for place in (self.disk.mount_point, self.directory):
-            for point in mounts.mounted_below(place):
-                mounts.unmount(point)
-        with contextlib.suppress(FileNotFoundError):
-            self.disk.mount_point.rmdir()
+        super().unmount()
         for link in self._links.glob(f"{self._link}-*"):
             link.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Remove the directory, whose mounts have gone. :class:`OSError` (EBUSY) when one has not."""
-        if mounts.mounted_below(self.directory):
-            raise OSError(errno.EBUSY, "something is still mounted", str(self.directory))
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.directory)
 
-
-class Places:
+class Places(DiskPlaces):
     """The directories of the server with ``data_dir``. Making the object writes nothing.
 
     ``instance`` is what its things on the engine are known by. It is drawn: two hosts may have data directories of one
@@ -265,17 +210,11 @@ class Places:
         """
         if self._wrong:
             raise BackendError(self._wrong)
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.data_dir.chmod(0o700)
-        for directory in (self.home, self.environments):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        self.make_directories(self.data_dir, self.home)
         if not self._instance.exists():
-            _replace(self._instance, self.instance.encode())
-        if not shares_files:
-            return
-        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.links, 0o711)):
-            directory.mkdir(mode=mode, exist_ok=True)
-            directory.chmod(mode)
+            write_private(self._instance, self.instance.encode())
+        if shares_files:
+            self.make_run_directories((self.links, 0o711))
 
     def _known_instance(self) -> str:
         drawn = secrets.token_hex(6)
@@ -302,7 +241,7 @@ class Places:
         copy = self.home / f"sandboxd-{hashlib.sha256(content).hexdigest()[:16]}"
         if not copy.exists():
             aside = self.home / f".new-{secrets.token_hex(4)}"
-            _write(aside, content)
+            write_new(aside, content)
             aside.chmod(0o755)
             aside.replace(copy)
         if not self.names():
@@ -311,56 +250,9 @@ class Places:
                     other.unlink(missing_ok=True)
         return copy
 
-    def why_no_layers(self) -> str:
-        """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
-        clear_probes(self.run)
-        return why_no_overlay(self.run)
-
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
-        for directory in (self.box, self.links, self.run):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-
-    def names(self) -> set[str]:
-        """The environments that have a directory here."""
-        found = set()
-        for directory in (self.environments, self.box):
-            with contextlib.suppress(FileNotFoundError):
-                found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
-        return found
-
-    def layers(self) -> set[str]:
-        """The directories that environments have as layers of their workspaces.
-
-        :class:`BackendError` when a record is damaged: its layers cannot be known, and none may be removed.
-        """
-        found: set[str] = set()
-        for name in self.names():
-            with contextlib.suppress(NotFoundError):
-                found |= set(self.environment(name).record().layers)
-        return found
-
-
-def _require(layers: tuple[str, ...]) -> None:
-    for layer in layers:
-        if not Path(layer).is_dir():
-            raise BackendError(f"a layer of the workspace is gone: {layer}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    _write(aside, content)
-    aside.replace(path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
+        self.remove_empty(self.links)
 
 
 def _fields(value: Record | SandboxSpec) -> dict[str, object]:
@@ -368,11 +260,9 @@ def _fields(value: Record | SandboxSpec) -> dict[str, object]:
     return {name: dict(one) if isinstance(one, Mapping) else one for name, one in found.items()}
 
 
-class _Stored(msgspec.Struct):
+class _Stored(StoredRecord):
     """The record as it must be on the disk. The decoder checks every type, down to each variable's."""
 
-    version: int
-    id: str
     spec: SandboxSpec
     image_id: str
     shares_files: bool
@@ -380,4 +270,4 @@ class _Stored(msgspec.Struct):
     volumes: list[str]
     layers: Annotated[list[str], msgspec.Meta(max_length=MAX_LAYERS)]
     container: str
-    image_labels: list[str] = []
+    image_labels: list[str] = msgspec.field(default_factory=list)

@@ -24,9 +24,10 @@ from pathlib import Path
 
 import msgspec
 
+from agent_sandbox.backends.linux.environments import write_private
 from agent_sandbox.backends.linux.process import Process
 from agent_sandbox.backends.linux.processor import machine
-from agent_sandbox.backends.oci.environment import Record, write_private
+from agent_sandbox.backends.oci.environment import Record
 from agent_sandbox.errors import BackendError, ConflictError
 
 VERSION = 1

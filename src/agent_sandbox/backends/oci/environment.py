@@ -38,17 +38,20 @@ from typing import Annotated, Any
 import msgspec
 
 from agent_sandbox.backends.linux import mounts
-from agent_sandbox.backends.linux.disk import Disk
+from agent_sandbox.backends.linux.environments import (
+    KEY_BYTES,
+    RECORD_VERSION,
+    DiskEnvironment,
+    StoredRecord,
+    require_layers,
+    write_private,
+)
 from agent_sandbox.backends.linux.idranges import END
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers, take_after
 from agent_sandbox.backends.oci import idmap
-from agent_sandbox.errors import BackendError, NotFoundError
+from agent_sandbox.errors import BackendError
 from agent_sandbox.types import SandboxSpec
 
-VERSION = 1
-KEY_BYTES = 32
-_RECORD_BYTES = 8 << 20
-"""An environment of 4 MiB, the most that a command may get, in escaped JSON, and some."""
 _BACKLOG = 64
 """Connections waiting for the daemon: one server makes one, and again after a break."""
 _LOG_TAIL_BYTES = 2000
@@ -74,19 +77,19 @@ class Record:
     layers: tuple[str, ...] = ()
 
 
-class Environment:
+class Environment(DiskEnvironment):
     """The files of environment ``id`` below ``parent``, its mount below ``box``. Making the object touches nothing."""
 
     def __init__(self, parent: Path, box: Path, id: str, socket: str = "sock") -> None:
-        self.id = id
-        self.directory = parent / id
-        self.endpoint = self.directory / socket
+        super().__init__(parent / id, box / id)
         self.daemon = self.directory / "daemon"
-        self.disk = Disk(self.directory, box / id)
+        self._socket = socket
         self.has_right_layers = False
         """Whether the record's layers are known to show what the workspace began with, should they be other ones."""
-        self._record = self.directory / "spec.json"
-        self._key = self.directory / "key"
+
+    @property
+    def endpoint(self) -> Path:
+        return self.directory / self._socket
 
     def reserve(self) -> None:
         """Make the directory, empty. :class:`FileExistsError` when there is one already."""
@@ -104,7 +107,7 @@ class Environment:
     def replace(self, record: Record) -> None:
         """Write the record, synced, in place of the one that is there."""
         text = {
-            "version": VERSION,
+            "version": RECORD_VERSION,
             "id": record.id,
             "rootfs": str(record.rootfs),
             "spec": _spec_to_json(record.spec),
@@ -114,39 +117,13 @@ class Environment:
         }
         write_private(self._record, json.dumps(text).encode())
 
-    def forget(self) -> None:
-        """Remove record and key: from now on the environment cannot be found, whatever is left of it."""
-        self._record.unlink(missing_ok=True)
-        self._key.unlink(missing_ok=True)
-
-    def is_known(self) -> bool:
-        """Whether there is a record, readable or not."""
-        return os.path.lexists(self._record)
-
     def record(self) -> Record:
         """Read the record back. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
-        try:
-            with self._record.open("rb") as file:
-                stored = msgspec.convert(json.loads(file.read(_RECORD_BYTES + 1)), _Stored)
-            if stored.version != VERSION or stored.id != self.id:
-                raise ValueError("another version or environment")
-        except FileNotFoundError:
-            raise NotFoundError(f"there is no environment {self.id}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise BackendError(f"the record of environment {self.id} is damaged; destroy it") from error
+        stored = self.stored(_Stored)
         return Record(self.id, stored.spec, Path(stored.rootfs), stored.ids, stored.image_env, tuple(stored.layers))
 
-    def key(self) -> bytes:
-        """Read the key. :class:`NotFoundError` when there is none, :class:`BackendError` when it is damaged."""
-        try:
-            key = self._key.read_bytes()
-        except FileNotFoundError:
-            raise NotFoundError(f"there is no environment {self.id}") from None
-        except OSError as error:
-            raise BackendError(f"the key of environment {self.id} is damaged; destroy it") from error
-        if len(key) != KEY_BYTES:
-            raise BackendError(f"the key of environment {self.id} is damaged; destroy it")
-        return key
+    def layers(self) -> tuple[str, ...]:
+        return self.record().layers
 
     def listen(self) -> socket.socket:
         """Bind the socket that the daemon gets, in the place of an earlier one."""
@@ -160,26 +137,6 @@ class Environment:
             listener.close()
             raise
         return listener
-
-    def connect(self) -> socket.socket:
-        """Connect to the daemon, without blocking. :class:`OSError` as connect(2) gives it.
-
-        What a sandbox has put in the socket's place is not followed.
-        """
-        descriptor = os.open(self.endpoint, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            try:
-                connection.connect(f"/proc/self/fd/{descriptor}")
-            except OSError:
-                connection.close()
-                raise
-            return connection
-        finally:
-            os.close(descriptor)
 
     def has_socket(self) -> bool:
         """Whether something stands where the daemon binds its socket."""
@@ -258,10 +215,8 @@ class Environment:
 
         The changes' root begins as that of the topmost layer.
         """
+        require_layers(record.layers)
         disk, layers = self.disk, [Path(layer) for layer in record.layers]
-        for layer in layers:
-            if not layer.is_dir():
-                raise BackendError(f"a layer of the workspace is gone: {layer}")
         with contextlib.ExitStack() as stack:
             shown: list[Path] = []
             if namespace is None:
@@ -297,39 +252,12 @@ class Environment:
         for point in mounts.mounted_below(self.disk.root):
             mounts.detach(point)
 
-    def unmount(self) -> None:
-        """Unmount whatever is mounted for the environment, the latest first, and remove the mount point."""
-        for place in (self.disk.mount_point, self.directory):
-            for point in mounts.mounted_below(place):
-                mounts.unmount(point)
-        with contextlib.suppress(FileNotFoundError):
-            self.disk.mount_point.rmdir()
-
     def clear(self) -> None:
         """Remove what a stopped environment does not need."""
         for name in ("sock", "config.json"):
             (self.directory / name).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.daemon)
-
-    def remove(self) -> None:
-        """Remove the directory, whose mounts have gone. :class:`OSError` (EBUSY) when one has not."""
-        if mounts.mounted_below(self.directory):
-            raise OSError(errno.EBUSY, "something is still mounted", str(self.directory))
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.directory)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file of mode 0600 so that a crash leaves the old one, the new one or none, but never half."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-    aside.replace(path)
 
 
 @contextlib.contextmanager
@@ -343,14 +271,12 @@ def _directory(path: Path) -> Any:
         os.close(descriptor)
 
 
-class _Stored(msgspec.Struct):
+class _Stored(StoredRecord):
     """The record as it must be on the disk. The decoder checks every type, down to each variable's.
 
     Records of older releases lack what has a default.
     """
 
-    version: int
-    id: str
     rootfs: str
     spec: SandboxSpec
     ids: Annotated[int, msgspec.Meta(gt=0, lt=END)] | None = None

@@ -16,28 +16,26 @@ the images, which neither may clear of what the other runs from. Everything bloc
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 from pathlib import Path
 
+from agent_sandbox.backends.linux.environments import RUN_DIRECTORY, DiskPlaces
 from agent_sandbox.backends.linux.idranges import IdRanges
-from agent_sandbox.backends.linux.overlay import clear_probes, why_no_overlay
 from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.errors import BackendError, NotFoundError
 
 _log = logging.getLogger(__name__)
 
-RUN_DIRECTORY = Path("/run/agent-sandbox")
 ID_DIRECTORY = Path("/var/lib/agent-sandbox-ids")
 """Shared by all servers on a host, whatever their data directories, and kept over reboots."""
 BACKENDS = ("runc", "gvisor")
 """The backends with such places: what one of them runs from, the others keep."""
 
 
-class Places:
+class Places(DiskPlaces):
     """The directories of ``backend`` in the server with ``data_dir``. Making it touches nothing but to resolve links.
 
     ``program`` is its runtime's, and ``socket`` the name of a daemon's socket in its environment's directory.
@@ -64,17 +62,9 @@ class Places:
         return Environment(self.environments, self.box, id, self._socket)
 
     def prepare(self) -> None:
-        """Make the directories.
-
-        The way to ``box`` is open to all, or no sandbox's root could come to its own root file system; the rest is not.
-        """
-        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.data_dir.chmod(0o700)
-        for directory in (self.home, self.environments):
-            directory.mkdir(mode=0o700, exist_ok=True)
-        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), (self.runtime, 0o700)):
-            directory.mkdir(mode=mode, exist_ok=True)
-            directory.chmod(mode)
+        """Make the directories."""
+        self.make_directories(self.data_dir, self.home)
+        self.make_run_directories((self.runtime, 0o700))
 
     def prepare_ranges(self) -> str:
         """Claim the ranges that records have, and try whether there can be such ranges here; return why not."""
@@ -87,24 +77,9 @@ class Places:
             return f"{ID_DIRECTORY} cannot be used ({error.strerror})"
         return idmap.why_not((Path("/usr"), self.data_dir))
 
-    def why_no_layers(self) -> str:
-        """Why workspaces cannot be overlays of layers on this host; empty when they can, which is tried."""
-        clear_probes(self.run)
-        return why_no_overlay(self.run)
-
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
-        for directory in (self.runtime, self.box, self.run):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-
-    def names(self) -> set[str]:
-        """The environments that have a directory here."""
-        found = set()
-        for directory in (self.environments, self.box):
-            with contextlib.suppress(FileNotFoundError):
-                found |= {entry.name for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)}
-        return found
+        self.remove_empty(self.runtime)
 
     def records(self) -> list[tuple[Environment, Record]]:
         """The environments whose records can be read; of the others the log tells."""
@@ -117,19 +92,6 @@ class Places:
                 continue
             except BackendError as error:
                 _log.warning("%s", error.message)
-        return found
-
-    def layers(self) -> set[str]:
-        """The directories that environments have as layers of their workspaces.
-
-        :class:`BackendError` when a record is damaged: its layers cannot be known, and none may be removed.
-        """
-        found: set[str] = set()
-        for directory in self.environments.iterdir():
-            try:
-                found |= set(self.environment(directory.name).record().layers)
-            except NotFoundError:
-                continue
         return found
 
     def root_directories(self) -> set[Path]:
