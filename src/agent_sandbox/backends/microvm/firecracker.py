@@ -33,7 +33,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import functools
 import os
 import re
@@ -50,6 +49,7 @@ from agent_sandbox.backends.linux.processor import machine as machine_kind
 from agent_sandbox.backends.linux.spawning import spawn
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import firecracker_api as api
+from agent_sandbox.backends.microvm import firecracker_probe as probe
 from agent_sandbox.backends.microvm import memory
 from agent_sandbox.backends.microvm.children import (
     CONSOLE_BYTES,
@@ -69,13 +69,13 @@ from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Adop
 from agent_sandbox.errors import BackendError, ConflictError
 from agent_sandbox.guest import Carrier, vsock
 
-KVM = Path("/dev/kvm")
 REMEDY = (
     "get firecracker and jailer of one release and put both into PATH, or set AGENT_SANDBOX_FIRECRACKER and "
     "AGENT_SANDBOX_JAILER"
 )
 LAYOUT = 1
 """Count it up when changing devices or their order: what an older release saved is then refused with a reason."""
+_NAME = "firecracker"
 DRIVES = ("root", "workspace", "config")
 """In the order in which the guest finds them."""
 _ID = "machine"
@@ -89,7 +89,6 @@ _ARGUMENTS = (
     *("i8042.noaux", "i8042.nomux", "i8042.dumbkbd"),
     *("sandboxd_channel=vsock", f"sandboxd_drives={','.join(DRIVES)}"),
 )
-_KVM_GET_API_VERSION, _KVM_CREATE_VM, _KVM_API = 0xAE00, 0xAE01, 12
 _START_SECONDS = 60.0
 _SAVE_SECONDS = 300.0
 """A machine of 64 GiB on a disk that takes 250 MB a second."""
@@ -99,7 +98,12 @@ _STATE_BYTES = 64 << 20
 _THREADS = 32
 """Beside those of its processors: Firecracker has one for itself and one for its API."""
 _FILES = 256
+_SAID = 80
+"""Characters of what another program answers."""
 _MIB = 1 << 20
+_ELF = b"\x7fELF"
+_REFUSED = ((os.ST_NODEV, "nodev"), (os.ST_NOEXEC, "noexec"))
+"""Options of a file system on which there can be no jail, see statvfs(3)."""
 _VERSION = re.compile(r"^Firecracker v(\S+)", re.MULTILINE)
 _JAILER_VERSION = re.compile(r"^Jailer v(\S+)", re.MULTILINE)
 
@@ -113,7 +117,7 @@ class FirecrackerMonitor:
     guest_socket = f"jail/{_GUEST_SOCKET}"
 
     def __init__(self, program: str = "", jailer: str = "") -> None:
-        self._names = program or "firecracker", jailer or "jailer"
+        self._names = program or _NAME, jailer or "jailer"
         self._program = self._jailer = self._unshare = self._prlimit = ""
         self._facts: Facts | None = None
         self._children = Children()
@@ -156,7 +160,9 @@ class FirecrackerMonitor:
             jail = await thread(_jail_of, machine)
             base = await thread(_take_base, jail)
             try:
-                await thread(_make_targets, jail)
+                if not await thread(_make_targets, jail) and base is not None:
+                    os.close(base)
+                    base = None
                 settings = {"snapshot_type": "Diff" if base is not None else "Full"}
                 settings |= {"snapshot_path": f"{STATE_FILE}.new", "mem_file_path": f"{MEMORY_FILE}.new"}
                 await self._ask(machine, "PUT", "/snapshot/create", settings, _SAVE_SECONDS)
@@ -202,16 +208,21 @@ class FirecrackerMonitor:
         jailer = await self._version(self._jailer, _JAILER_VERSION, "Firecracker's jailer")
         if version != jailer:
             raise BackendError(f"{self._program} is of version {version} and {self._jailer} of {jailer}; {REMEDY}")
-        why = await thread(_why_not_kvm)
-        if why:
-            raise BackendError(f"Firecracker needs KVM, which cannot be used: {why}")
-        return Facts("firecracker", f"{version}, layout {LAYOUT}", True, f"host {await thread(machine_kind)}")
+        if _NAME not in Path(self._program).name:
+            raise BackendError(
+                f"the jailer takes no program without {_NAME} in its name, as {self._program}; rename it"
+            )
+        why = await thread(probe.why_not) or await probe.why_not_run(self._program, REMEDY)
+        cpu = f"host {await thread(machine_kind)}"
+        return Facts(_NAME, f"{version}, layout {LAYOUT}", not why, cpu, why, emulates=False)
 
     async def _version(self, program: str, pattern: re.Pattern[str], what: str) -> str:
         code, output = await run([program, "--version"], REMEDY)
         found = pattern.search(output)
         if code != 0 or found is None:
-            raise BackendError(f"{program} does not answer as {what}: {clean(output) or f'exit code {code}'}; {REMEDY}")
+            raise BackendError(
+                f"{program} does not answer as {what}: {clean(output, _SAID) or f'exit code {code}'}; {REMEDY}"
+            )
         return found[1]
 
     # -- starting -------------------------------------------------------------------------
@@ -307,7 +318,18 @@ def _goes_on() -> Iterator[Request]:
 
 def _furnish(root: Path, spec: MachineSpec, saved: Path | None) -> int:
     """Make the monitor's root and what it needs there; give the size of the largest file that it may write."""
+    with spec.kernel.open("rb") as file:
+        if file.read(len(_ELF)) != _ELF:
+            raise BackendError(
+                f"{spec.kernel} is packed, and Firecracker starts unpacked kernels alone (ELF); prepare one whose "
+                "packing is known, such as Debian's: agent-sandbox image kernel"
+            )
     root.mkdir(mode=0o755, parents=True)
+    if refused := [name for flag, name in _REFUSED if os.statvfs(root).f_flag & flag]:
+        raise BackendError(
+            f"{spec.jail.parent} is on a file system that is mounted {' and '.join(refused)}, and a monitor runs there "
+            "with a /dev/kvm of its own; put AGENT_SANDBOX_DATA_DIR on another"
+        )
     (spec.directory / "jail").symlink_to(root)
     _give(spec.kernel, root / "kernel", spec)
     _give(spec.initrd, root / "initrd", spec)
@@ -362,7 +384,9 @@ def _size(content: Path) -> int:
 
 
 def _close_jail(root: Path) -> None:
-    """Take from a monitor the right to make files: its sockets are there."""
+    """Take from a monitor the right to make files, as its sockets are there, and the devices that no machine has."""
+    for device in ("dev/net/tun", "dev/userfaultfd"):
+        (root / device).unlink(missing_ok=True)
     for _, _, _, descriptor in os.fwalk(root):
         os.fchown(descriptor, 0, 0)
         os.fchmod(descriptor, 0o755)
@@ -391,14 +415,16 @@ def _take_base(root: Path) -> int | None:
     return descriptor
 
 
-def _make_targets(root: Path) -> None:
-    """Make the files that the monitor saves into."""
+def _make_targets(root: Path) -> bool:
+    """Make the files that the monitor saves into; say whether it can be told afterwards which parts were written."""
     uid = (root / "workspace").lstat().st_uid
     _drop_targets(root)
     for name in (MEMORY_FILE, STATE_FILE):
         descriptor = os.open(root / f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb"):
+            told = memory.tells_holes(descriptor)
             os.fchown(descriptor, uid, -1)
+    return told
 
 
 def _drop_targets(root: Path) -> None:
@@ -431,23 +457,6 @@ def _saved(stack: ExitStack, path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise BackendError("what lies in the place of the machine's saved memory is no file")
     return descriptor
-
-
-# -- KVM -----------------------------------------------------------------------------------------
-
-
-def _why_not_kvm() -> str:
-    """What is in the way of a virtual machine here, "" when nothing is."""
-    try:
-        with KVM.open("rb", buffering=0) as kvm:
-            if (version := fcntl.ioctl(kvm, _KVM_GET_API_VERSION)) != _KVM_API:
-                return f"{KVM} speaks version {version} of its interface, not {_KVM_API}"
-            os.close(fcntl.ioctl(kvm, _KVM_CREATE_VM))
-    except FileNotFoundError:
-        return "there is no /dev/kvm (load kvm_intel or kvm_amd; in a virtual machine, enable nested virtualization)"
-    except OSError as error:
-        return f"{KVM}: {error.strerror}"
-    return ""
 
 
 __all__ = ["FirecrackerMonitor"]

@@ -47,6 +47,8 @@ _MAPS_BYTES = 4 * MIB
 _PIECE = 64 * 1024
 _ZEROS = bytes(_PIECE)
 _SEND_BYTES = 16 * MIB
+_PROBED = 8 * MIB
+"""Larger than a huge page, 2 MiB."""
 
 Range = tuple[int, int]
 """From the first byte to the one after the last."""
@@ -138,6 +140,20 @@ def copy_data(source: int, target: int, size: int, *, zeros: bool = True) -> Non
             if zeros or piece != _ZEROS[: len(piece)]:
                 os.pwrite(target, piece, start)
             start += len(piece)
+
+
+def tells_holes(empty: int) -> bool:
+    """Whether the file system of an empty file tells what was written to a page, and nothing more. It is empty again.
+
+    Some give holes as data (tmpfs with huge pages, network file systems); what is not known to be written is then no
+    change that could be told from what was there before.
+    """
+    os.ftruncate(empty, _PROBED)
+    try:
+        os.pwrite(empty, bytes(_PAGE), _PROBED // 2)
+        return list(_extents(empty, _PROBED)) == [(_PROBED // 2, _PROBED // 2 + _PAGE)]
+    finally:
+        os.ftruncate(empty, 0)
 
 
 _Name = tuple[int, int, int, int]

@@ -71,6 +71,7 @@ class Facts:
     """A monitor on this host, in words that a saved machine is compared by.
 
     ``cpu`` names what the guest sees as its processor. ``why`` says why nothing accelerates it, where nothing does.
+    ``emulates``: it can run machines all the same.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Facts:
     accelerated: bool
     cpu: str
     why: str = ""
+    emulates: bool = True
 
 
 class Monitor(Protocol):

@@ -13,7 +13,12 @@ _NETWORK = "the machine has no network device"
 
 
 def require_accelerated(facts: Facts, allow_tcg: bool) -> None:
-    """Raise :class:`BackendError` where machines would be emulated and the operator has not accepted that."""
+    """Raise :class:`BackendError` where machines do not run, or emulated ones that the operator has not accepted."""
+    if not facts.accelerated and not facts.emulates:
+        raise BackendError(
+            f"{facts.name} needs KVM, which cannot be used: {facts.why}; give this server a /dev/kvm that works, or "
+            "use the qemu backend, which can emulate machines"
+        )
     if not facts.accelerated and not allow_tcg:
         raise BackendError(
             f"KVM cannot be used: {facts.why}; give this server a /dev/kvm that works, or set "
