@@ -48,9 +48,12 @@ class Probe:
     accelerated: bool = False
     qemu: str = ""
     qemu_problem: str = ""
+    qemu_wanted: bool = False
+    firecracker: str = ""
+    firecracker_problem: str = ""
+    firecracker_wanted: bool = False
     machine_kernel: str = ""
     machine_kernel_problem: str = ""
-    microvms_wanted: bool = False
     allow_tcg: bool = False
     docker: str = ""
     docker_problem: str = ""
@@ -63,6 +66,11 @@ class Probe:
     data_dir: str = ""
     data_dir_mode: int | None = None
     data_dir_uid: int | None = None
+
+    @property
+    def microvms_wanted(self) -> bool:
+        """Whether a backend of microVMs is asked for."""
+        return self.qemu_wanted or self.firecracker_wanted
 
 
 @dataclass(frozen=True)
@@ -222,23 +230,34 @@ def systemd(probe: Probe) -> Finding:
 def qemu(probe: Probe) -> Finding:
     """Runs microVMs, which nobody needs who does not ask for them."""
     if probe.qemu:
-        return Finding("qemu", "ok", probe.qemu + _unused(probe))
+        return Finding("qemu", "ok", probe.qemu + ("" if probe.qemu_wanted else "; not in AGENT_SANDBOX_BACKENDS"))
     problem, _, remedy = probe.qemu_problem.partition("; ")
-    return _for_microvms(probe, "qemu", problem or "not found", remedy or "apt-get install qemu-system-x86")
+    problem, remedy = problem or "not found", remedy or "apt-get install qemu-system-x86"
+    return _for_whom(probe.qemu_wanted, "qemu", problem, remedy, "the qemu backend")
+
+
+def firecracker(probe: Probe) -> Finding:
+    """Runs microVMs as well, for those who ask for it."""
+    if probe.firecracker:
+        unused = "" if probe.firecracker_wanted else "; not in AGENT_SANDBOX_BACKENDS"
+        return Finding("firecracker", "ok", probe.firecracker + unused)
+    problem, _, remedy = probe.firecracker_problem.rpartition("; ")
+    problem, remedy = problem or "not found", remedy or "put firecracker and jailer of one release into PATH"
+    return _for_whom(probe.firecracker_wanted, "firecracker", problem, remedy, "the firecracker backend")
 
 
 def kvm(probe: Probe) -> Finding:
     """Without it microVMs are emulated."""
     if probe.accelerated:
         return Finding("kvm", "ok", "/dev/kvm runs machines" + _unused(probe))
-    if probe.kvm == "usable" and not probe.qemu:
-        return Finding("kvm", "ok", "/dev/kvm opens; only QEMU could try it")
+    if probe.kvm == "usable" and not (probe.qemu or probe.firecracker):
+        return Finding("kvm", "ok", "/dev/kvm opens; only QEMU or Firecracker could try it")
     problem = probe.kvm_problem or f"/dev/kvm: {probe.kvm}"
     remedy = (
         "use a machine with virtualization switched on (a virtual one: nested), and load kvm_intel or kvm_amd; "
-        "AGENT_SANDBOX_ALLOW_TCG=true lets microVMs be emulated, which is slow and no security boundary"
+        "AGENT_SANDBOX_ALLOW_TCG=true lets QEMU emulate microVMs, which is slow and no security boundary"
     )
-    if probe.allow_tcg and probe.microvms_wanted:
+    if probe.allow_tcg and probe.qemu_wanted and not probe.firecracker_wanted:
         return Finding("kvm", "warn", f"microVMs are emulated: {problem}", remedy)
     return _for_microvms(probe, "kvm", problem, remedy)
 
@@ -260,13 +279,17 @@ def machine_kernel(probe: Probe) -> Finding:
 
 
 def _unused(probe: Probe) -> str:
-    return "" if probe.microvms_wanted else "; qemu is not in AGENT_SANDBOX_BACKENDS"
+    return "" if probe.microvms_wanted else "; neither qemu nor firecracker is in AGENT_SANDBOX_BACKENDS"
 
 
 def _for_microvms(probe: Probe, check: str, problem: str, remedy: str) -> Finding:
-    if probe.microvms_wanted:
+    return _for_whom(probe.microvms_wanted, check, problem, remedy, "microVMs")
+
+
+def _for_whom(wanted: bool, check: str, problem: str, remedy: str, whom: str) -> Finding:
+    if wanted:
         return Finding(check, "fail", problem, remedy)
-    return Finding(check, "ok", f"{problem}; only microVMs need it")
+    return Finding(check, "ok", f"{problem}; only {whom} need{'' if whom.endswith('s') else 's'} it")
 
 
 def docker(probe: Probe) -> Finding:
@@ -340,6 +363,7 @@ CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     image_tools,
     systemd,
     qemu,
+    firecracker,
     kvm,
     machine_kernel,
     erofs_utils,

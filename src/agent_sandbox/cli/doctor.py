@@ -84,9 +84,12 @@ def gather(settings: Settings) -> checks.Probe:
         accelerated=machines.accelerated,
         qemu=machines.qemu,
         qemu_problem=machines.qemu_problem,
+        qemu_wanted="qemu" in settings.backends,
+        firecracker=machines.firecracker,
+        firecracker_problem=machines.firecracker_problem,
+        firecracker_wanted="firecracker" in settings.backends,
         machine_kernel=machines.kernel,
         machine_kernel_problem=machines.kernel_problem,
-        microvms_wanted="qemu" in settings.backends,
         allow_tcg=settings.allow_tcg,
         docker=docker,
         docker_problem=docker_problem,
@@ -159,6 +162,8 @@ class _MicroVms:
 
     qemu: str = ""
     qemu_problem: str = ""
+    firecracker: str = ""
+    firecracker_problem: str = ""
     accelerated: bool = False
     kvm_problem: str = ""
     kernel: str = ""
@@ -169,22 +174,29 @@ def _microvms(settings: Settings) -> _MicroVms:
     found = _MicroVms()
     if platform.system() != "Linux":
         return found
+    from agent_sandbox.backends.microvm.firecracker import FirecrackerMonitor
+    from agent_sandbox.backends.microvm.monitor import Monitor
     from agent_sandbox.backends.microvm.qemu import QemuMonitor
     from agent_sandbox.images.machine import MachineImages
 
-    async def look() -> None:
-        monitor = QemuMonitor(settings.qemu)
+    async def look(monitor: Monitor) -> str:
         try:
             facts = await monitor.find()
         finally:
             await monitor.close()
-        found.qemu = f"QEMU {facts.version.partition(',')[0]}"
+        # Firecracker comes last: where it is there, what it says of KVM counts.
         found.accelerated, found.kvm_problem = facts.accelerated, facts.why
+        return facts.version.partition(",")[0]
 
     try:
-        asyncio.run(look())
+        found.qemu = f"QEMU {asyncio.run(look(QemuMonitor(settings.qemu)))}"
     except SandboxError as error:
         found.qemu_problem = error.message
+    try:
+        firecracker = FirecrackerMonitor(settings.firecracker, settings.jailer)
+        found.firecracker = f"Firecracker {asyncio.run(look(firecracker))} with its jailer"
+    except SandboxError as error:
+        found.firecracker_problem = error.message
     try:
         found.kernel = MachineImages(settings.machine_directory()).describe_kernel()
     except SandboxError as error:
