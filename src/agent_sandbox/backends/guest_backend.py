@@ -280,10 +280,10 @@ class GuestBackend(Backend):
                     endpoint.socket, endpoint.key, timeout=endpoint.seconds, carrier=endpoint.carrier
                 )
                 break
-            except ConnectionLostError:
+            except ConnectionLostError as error:
                 # A machine that goes on from what was saved ends the connections it had, and may end the first new one.
                 if endpoint.carrier is not Carrier.VSOCK or not left:
-                    raise
+                    raise BackendError(error.message) from error  # nothing was asked yet whose outcome is unknown
         image_env = {"PATH": DEFAULT_PATH, **endpoint.image_env, "HOME": WORKSPACE}
         return _Link(guest, {**image_env, **endpoint.spec.env})
 
