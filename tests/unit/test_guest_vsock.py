@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.errors import BackendError
-from agent_sandbox.guest import vsock
+from agent_sandbox.guest import Carrier, vsock
+from agent_sandbox.types import SandboxSpec
+
+from .guest_harness import KEY, Daemon, answering
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -73,6 +77,22 @@ async def test_a_machine_that_does_not_listen_yet_is_asked_again(tmp_path: Path)
     assert asked == 3
 
 
+async def test_a_monitor_that_does_not_answer_is_asked_again_while_it_keeps_the_first_question(tmp_path: Path) -> None:
+    asked = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.readline()
+        if asked == 2:
+            writer.write(b"OK 5\n")
+            await writer.drain()
+
+    async with dialled(tmp_path / "guest.sock", answer):
+        pass
+    assert asked == 2
+
+
 async def test_a_machine_that_never_listens_is_given_up(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
@@ -115,3 +135,28 @@ def test_the_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
         listener.listen()
         (tmp_path / "s").rename(deep / "guest.sock")
         vsock.connect_to(deep / "guest.sock").close()
+
+
+async def test_a_daemon_that_leaves_the_first_hello_unanswered_is_asked_again() -> None:
+    spec = SandboxSpec("host", "", cpus=1, memory_mb=64, pids_limit=16, disk_mb=16, tmp_mb=16)
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    daemons: list[asyncio.Task[None]] = []
+
+    async def endpoint(id: str) -> Endpoint:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        pairs.append((ours, theirs))
+        if len(pairs) == 2:
+            daemons.append(asyncio.create_task(Daemon(theirs, answering({})).run()))
+        return Endpoint(ours, KEY, spec, {}, carrier=Carrier.VSOCK, seconds=60)
+
+    reached = {"endpoint": endpoint, **dict.fromkeys(GuestBackend.__abstractmethods__ - {"endpoint"})}
+    backend = type("Machines", (GuestBackend,), {name: staticmethod(one) for name, one in reached.items() if one})
+    backend.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+    machines = backend()
+    await machines.guest_ready("machine")
+    assert len(pairs) == 2
+    await machines.drop_guest("machine")
+    await asyncio.gather(*daemons)
+    for _, theirs in pairs:
+        theirs.close()

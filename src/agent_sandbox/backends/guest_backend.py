@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal as signals
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +37,9 @@ from agent_sandbox.types import (
 )
 
 _TRIES = 5
-"""To say hello over a vsock."""
+"""To say hello over a vsock that is closed before there is an answer."""
+_PATIENCE_SECONDS = 1.0
+"""For the first answer to a hello over a vsock, then twice as long each time: it takes 20 ms, emulated twice 0.5 s."""
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -273,17 +276,28 @@ class GuestBackend(Backend):
             raise
 
     async def _connect(self, id: str) -> _Link:
-        for left in reversed(range(_TRIES)):
+        # A machine that goes on from what was saved ends the connections it had, and may end the first new one, or
+        # leave it without an answer until somebody makes another.
+        lost, patience, began = 0, _PATIENCE_SECONDS, time.monotonic()
+        while True:
             endpoint = await self.endpoint(id)
+            left = endpoint.seconds
+            if endpoint.carrier is Carrier.VSOCK:
+                left -= time.monotonic() - began
+            again = endpoint.carrier is Carrier.VSOCK and patience < left
             try:
                 guest = await Guest.connect(
-                    endpoint.socket, endpoint.key, timeout=endpoint.seconds, carrier=endpoint.carrier
+                    endpoint.socket, endpoint.key, timeout=patience if again else max(left, 0), carrier=endpoint.carrier
                 )
                 break
             except ConnectionLostError as error:
-                # A machine that goes on from what was saved ends the connections it had, and may end the first new one.
-                if endpoint.carrier is not Carrier.VSOCK or not left:
+                lost += 1
+                if not again or lost == _TRIES:
                     raise BackendError(error.message) from error  # nothing was asked yet whose outcome is unknown
+            except BackendError:
+                if not again:
+                    raise
+                patience *= 2
         image_env = {"PATH": DEFAULT_PATH, **endpoint.image_env, "HOME": WORKSPACE}
         return _Link(guest, {**image_env, **endpoint.spec.env})
 

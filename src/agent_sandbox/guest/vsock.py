@@ -20,6 +20,8 @@ PORT = 1024
 _LINE_BYTES = 32
 """Of the answer: ``OK 4294967295`` and its end are 14."""
 _PAUSE_SECONDS = 0.02
+_PATIENCE_SECONDS = 1.0
+"""For the first answer, then twice as long each time: one comes in a moment, or not until somebody asks again."""
 
 
 def connect_to(path: Path) -> socket.socket:
@@ -52,13 +54,21 @@ async def dial(connect: Callable[[], socket.socket], seconds: float, port: int =
 
     :class:`BackendError` when nobody listens there in time, or what answers is no monitor; and what ``connect`` raises.
     """
+    patience = _PATIENCE_SECONDS
     try:
         async with asyncio.timeout(seconds):
             while True:
                 connection = connect()
                 try:
-                    if await _asked(connection, port):
-                        return connection
+                    async with asyncio.timeout(patience) as waiting:
+                        if await _asked(connection, port):
+                            return connection
+                except TimeoutError:
+                    connection.close()
+                    if not waiting.expired():
+                        raise
+                    patience *= 2
+                    continue
                 except BaseException:
                     connection.close()
                     raise
