@@ -40,7 +40,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -50,6 +50,7 @@ from agent_sandbox.backends.linux.spawning import spawn
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import firecracker_api as api
 from agent_sandbox.backends.microvm import firecracker_probe as probe
+from agent_sandbox.backends.microvm import firecracker_requests as asking
 from agent_sandbox.backends.microvm import memory
 from agent_sandbox.backends.microvm.children import (
     CONSOLE_BYTES,
@@ -65,6 +66,7 @@ from agent_sandbox.backends.microvm.children import (
     said,
     thread,
 )
+from agent_sandbox.backends.microvm.firecracker_requests import API_SOCKET, GUEST_SOCKET, SAVED_MEMORY, SAVED_STATE
 from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Adopt, Facts, Machine, MachineSpec
 from agent_sandbox.errors import BackendError, ConflictError
 from agent_sandbox.guest import Carrier, vsock
@@ -73,22 +75,9 @@ REMEDY = (
     "get firecracker and jailer of one release and put both into PATH, or set AGENT_SANDBOX_FIRECRACKER and "
     "AGENT_SANDBOX_JAILER"
 )
-LAYOUT = 1
-"""Count it up when changing devices or their order: what an older release saved is then refused with a reason."""
 _NAME = "firecracker"
-DRIVES = ("root", "workspace", "config")
-"""In the order in which the guest finds them."""
 _ID = "machine"
 """Of each monitor in its jail."""
-_API_SOCKET, _GUEST_SOCKET = "api.sock", "guest.sock"
-_GUEST_CID = 3
-"""Of any number above 2: each machine has a device, and so an address space, of its own."""
-_ARGUMENTS = (
-    *("console=ttyS0", "quiet", "reboot=k", "panic=-1", "random.trust_cpu=on", "cryptomgr.notests"),
-    # There is no keyboard: its controller is what a restart goes by, and looking for more takes a second.
-    *("i8042.noaux", "i8042.nomux", "i8042.dumbkbd"),
-    *("sandboxd_channel=vsock", f"sandboxd_drives={','.join(DRIVES)}"),
-)
 _START_SECONDS = 60.0
 _SAVE_SECONDS = 300.0
 """A machine of 64 GiB on a disk that takes 250 MB a second."""
@@ -114,7 +103,7 @@ class FirecrackerMonitor:
     overhead_mb = 64
     """Firecracker itself takes some MiB; more while it saves a machine."""
     carrier = Carrier.VSOCK
-    guest_socket = f"jail/{_GUEST_SOCKET}"
+    guest_socket = f"jail/{GUEST_SOCKET}"
 
     def __init__(self, program: str = "", jailer: str = "") -> None:
         self._names = program or _NAME, jailer or "jailer"
@@ -145,10 +134,10 @@ class FirecrackerMonitor:
         return await self._start(spec, saved, adopt)
 
     async def pause(self, machine: Machine) -> None:
-        await self._ask(machine, "PATCH", "/vm", {"state": "Paused"})
+        await self._ask(machine, *asking.PAUSE)
 
     async def resume(self, machine: Machine) -> None:
-        await self._ask(machine, *_RESUME)
+        await self._ask(machine, *asking.RESUME)
 
     async def running(self, machine: Machine) -> bool:
         return (await self._ask(machine, "GET", "/")).get("state") == "Running"
@@ -163,9 +152,7 @@ class FirecrackerMonitor:
                 if not await thread(_make_targets, jail) and base is not None:
                     os.close(base)
                     base = None
-                settings = {"snapshot_type": "Diff" if base is not None else "Full"}
-                settings |= {"snapshot_path": f"{STATE_FILE}.new", "mem_file_path": f"{MEMORY_FILE}.new"}
-                await self._ask(machine, "PUT", "/snapshot/create", settings, _SAVE_SECONDS)
+                await self._ask(machine, *asking.saves(base is not None), _SAVE_SECONDS)
                 await thread(_keep, jail, base, memory_mb * _MIB, dest)
             finally:
                 if base is not None:
@@ -199,7 +186,7 @@ class FirecrackerMonitor:
         body: Mapping[str, object] | None = None,
         seconds: float = api.SECONDS,
     ) -> dict[str, object]:
-        return await api.request(machine.directory / "jail" / _API_SOCKET, method, target, body, seconds=seconds)
+        return await api.request(machine.directory / "jail" / API_SOCKET, method, target, body, seconds=seconds)
 
     # -- looking --------------------------------------------------------------------------
 
@@ -214,7 +201,7 @@ class FirecrackerMonitor:
             )
         why = await thread(probe.why_not) or await probe.why_not_run(self._program, REMEDY)
         cpu = f"host {await thread(machine_kind)}"
-        return Facts(_NAME, f"{version}, layout {LAYOUT}", not why, cpu, why, emulates=False)
+        return Facts(_NAME, f"{version}, layout {asking.LAYOUT}", not why, cpu, why, emulates=False)
 
     async def _version(self, program: str, pattern: re.Pattern[str], what: str) -> str:
         code, output = await run([program, "--version"], REMEDY)
@@ -232,6 +219,8 @@ class FirecrackerMonitor:
         with ExitStack() as stack, room():
             errors = memfd(stack, "errors", OUTPUT_BYTES)
             console = memfd(stack, "console", CONSOLE_BYTES)
+            undone = stack.enter_context(ExitStack())
+            undone.callback(_remove, spec)  # some names, which takes a moment
             written = await thread(_furnish, root, spec, saved)
             argv = [
                 *(self._unshare, "--net", "--ipc", "--"),
@@ -241,7 +230,7 @@ class FirecrackerMonitor:
                 *("--uid", str(spec.uid), "--gid", str(spec.gid)),
                 *("--chroot-base-dir", str(spec.jail)),
                 *("--resource-limit", f"fsize={written}", "--resource-limit", f"no-file={_FILES}"),
-                *("--", "--api-sock", _API_SOCKET),
+                *("--", "--api-sock", API_SOCKET, "--level", "Warn"),
             ]
             pid = spawn(argv, console, (), REMEDY, errors)
             try:
@@ -253,16 +242,17 @@ class FirecrackerMonitor:
                     await thread(adopt, pid)
                 machine = Machine(spec.directory, process)
                 await self._answering(machine)
-                for method, target, body in _goes_on() if saved is not None else _boots(spec):
+                for method, target, body in asking.goes_on() if saved is not None else asking.boots(spec):
                     await self._ask(machine, method, target, body, _START_SECONDS)
                 # Before the guest runs its first instruction.
                 await thread(_close_jail, root)
-                await self._ask(machine, *(_START if saved is None else _RESUME))
+                await self._ask(machine, *(asking.START if saved is None else asking.RESUME))
             except BaseException as error:
                 await settled(asyncio.ensure_future(self._children.kill(pid)))
                 if isinstance(error, BackendError) and (words := clean(said(errors) or said(console))):
                     raise BackendError(f"the machine did not start: {error.message}; {words}") from error
                 raise
+            undone.pop_all()
             self._children.keep_console(process, console)
             return machine
 
@@ -277,40 +267,6 @@ class FirecrackerMonitor:
                 if not await thread(machine.process.alive) or time.monotonic() > deadline:
                     raise
             await asyncio.sleep(PAUSE_SECONDS)
-
-
-Request = tuple[str, str, Mapping[str, object]]
-
-
-_START: Request = ("PUT", "/actions", {"action_type": "InstanceStart"})
-_RESUME: Request = ("PATCH", "/vm", {"state": "Resumed"})
-
-
-def _boots(spec: MachineSpec) -> Iterator[Request]:
-    """What makes a machine that is to boot."""
-    size = {"vcpu_count": spec.vcpus, "mem_size_mib": spec.memory_mb, "track_dirty_pages": True}
-    yield "PUT", "/machine-config", size
-    source = {"kernel_image_path": "kernel", "initrd_path": "initrd", "boot_args": " ".join(_ARGUMENTS)}
-    yield "PUT", "/boot-source", source
-    for name in DRIVES:
-        drive = {"drive_id": name, "path_on_host": name, "is_root_device": False, "is_read_only": name != "workspace"}
-        yield "PUT", f"/drives/{name}", drive
-    yield "PUT", "/vsock", {"guest_cid": _GUEST_CID, "uds_path": _GUEST_SOCKET}
-    yield "PUT", "/entropy", {}
-
-
-def _goes_on() -> Iterator[Request]:
-    """What makes one of what was saved: its devices are those that it was saved with, by the same names."""
-    yield (
-        "PUT",
-        "/snapshot/load",
-        {
-            "snapshot_path": STATE_FILE,
-            "mem_backend": {"backend_type": "File", "backend_path": MEMORY_FILE},
-            "enable_diff_snapshots": True,
-            "resume_vm": False,
-        },
-    )
 
 
 # -- the monitor's root ----------------------------------------------------------------------
@@ -392,6 +348,12 @@ def _close_jail(root: Path) -> None:
         os.fchmod(descriptor, 0o755)
 
 
+def _remove(spec: MachineSpec) -> None:
+    """Remove what was made for a monitor that has ended. The drives keep their own names."""
+    (spec.directory / "jail").unlink(missing_ok=True)
+    shutil.rmtree(spec.jail, ignore_errors=True)
+
+
 # -- saving ------------------------------------------------------------------------------------
 
 
@@ -419,8 +381,8 @@ def _make_targets(root: Path) -> bool:
     """Make the files that the monitor saves into; say whether it can be told afterwards which parts were written."""
     uid = (root / "workspace").lstat().st_uid
     _drop_targets(root)
-    for name in (MEMORY_FILE, STATE_FILE):
-        descriptor = os.open(root / f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    for name in (SAVED_MEMORY, SAVED_STATE):
+        descriptor = os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb"):
             told = memory.tells_holes(descriptor)
             os.fchown(descriptor, uid, -1)
@@ -428,14 +390,14 @@ def _make_targets(root: Path) -> bool:
 
 
 def _drop_targets(root: Path) -> None:
-    for name in (MEMORY_FILE, STATE_FILE):
-        (root / f"{name}.new").unlink(missing_ok=True)
+    for name in (SAVED_MEMORY, SAVED_STATE):
+        (root / name).unlink(missing_ok=True)
 
 
 def _keep(root: Path, base: int | None, size: int, dest: Path) -> None:
     """Write what the monitor has saved, on top of what its memory was before, into ``dest``."""
     with ExitStack() as stack:
-        changed = _saved(stack, root / f"{MEMORY_FILE}.new")
+        changed = _saved(stack, root / SAVED_MEMORY)
         if os.fstat(changed).st_size != size:
             raise BackendError("Firecracker did not save the machine's memory whole")
         target = owned(stack, os.open(dest / MEMORY_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -443,7 +405,7 @@ def _keep(root: Path, base: int | None, size: int, dest: Path) -> None:
         if base is not None:
             memory.copy_data(base, target, size)
         memory.copy_data(changed, target, size, zeros=base is not None)
-        state = _saved(stack, root / f"{STATE_FILE}.new")
+        state = _saved(stack, root / SAVED_STATE)
         if not 0 < os.fstat(state).st_size <= _STATE_BYTES:
             raise BackendError("Firecracker did not save the machine's devices whole")
         with os.fdopen(os.dup(state), "rb") as source, (dest / STATE_FILE).open("xb") as file:
