@@ -63,7 +63,7 @@ async def why_not_run(program: str, remedy: str) -> str:
         return f"a guest of a few instructions did not finish within {PROBE_SECONDS:g} seconds on it"
     # Its log lines begin with time and thread; the last that is no farewell says why.
     lines = [line.partition("] ")[2] or line for line in output.splitlines()]
-    told = [line for line in lines if "rror" in line] or lines
+    told = [line for line in lines if "error" in line.casefold()] or lines
     return f"a guest does not run on it: {clean(told[-1]) if told else f'Firecracker ended with code {code}'}"
 
 
