@@ -73,7 +73,8 @@ $(STAMPS)/store-bench-tools: $(STAMPS)/system
 
 $(STAMPS)/test-tools: $(STAMPS)/system
 	@$(STEP) "What the tests need" "See above for what to install, then run make again." \
-	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io qemu-system-x86 erofs-utils
+	    scripts/setup-system skopeo umoci vim-tiny procps runsc bubblewrap docker.io qemu-system-x86 erofs-utils \
+	    mmdebstrap busybox-static
 	@touch $@
 
 JOBS ?= $(shell echo $$(($$(nproc) + 1)))
@@ -101,6 +102,14 @@ fuzz: setup ## Feed the wire's two sides and the store with broken bytes: FUZZ_S
 	@printf '%s\n' "$(BIN)/python -m tests.fuzz.wire" "$(BIN)/python -m tests.fuzz.store" \
 	    target/engine/examples/fuzz-wire target/engine/examples/fuzz-store | \
 	    xargs -P $$(nproc) -I '{}' bash -c '{} --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)'
+
+FIRECRACKER_TESTS ?= $(addprefix tests/,e2e/test_microvm_checkpoints.py real/test_microvm.py real/test_microvm_guest.py \
+    real/test_microvm_store.py conformance/test_microvm.py)
+
+.PHONY: test-firecracker
+test-firecracker: setup $(STAMPS)/test-tools ## Run all tests of microVMs on a real Firecracker, emulated twice (root); test has three
+	$(SUDO) $(BIN)/python -m tests.nested --seconds 7200 -- \
+	    python3 -m pytest -p no:cacheprovider -v -o timeout=1800 $(FIRECRACKER_TESTS)
 
 KILLS ?= 100
 

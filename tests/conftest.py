@@ -18,7 +18,7 @@ from hypothesis.internal.constants_ast import Constants
 
 from agent_sandbox.errors import BackendError
 from agent_sandbox.images.machine import MachineImages
-from tests import dockerd
+from tests import dockerd, microvms
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile("explore", derandomize=False, deadline=None, database=None, print_blob=True)
@@ -43,7 +43,7 @@ def machine_dir() -> Path:
 
     Debian's package is fetched once and kept in ``build``; ``make clean`` removes it.
     """
-    directory = Path(__file__).resolve().parents[1] / "build" / "test-machine"
+    directory = microvms.machine_dir(Path(__file__).resolve().parents[1] / "build" / "test-machine")
     machines = MachineImages(directory)
     try:
         machines.kernel(Path("/bin/true"))

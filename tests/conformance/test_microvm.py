@@ -1,11 +1,11 @@
-"""The qemu backend keeps the contract and refuses the escapes. Needs root, QEMU, and no KVM: emulated here."""
+"""MicroVMs keep the contract and refuse the escapes. Needs root and QEMU, emulated here, or Firecracker
+(``tests/nested``)."""
 
 import pathlib
 
 import pytest
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.config import load_settings
 from agent_sandbox.conformance import (
     BackendSuite,
@@ -16,6 +16,7 @@ from agent_sandbox.conformance import (
     NetworkSuite,
     NoLayerSuite,
 )
+from tests import microvms
 
 
 class Microvm:
@@ -33,7 +34,7 @@ class Microvm:
 
     def _made(self, tmp_path: pathlib.Path, **more: str) -> Backend:
         told = {"data_dir": tmp_path / "data", "machine_dir": str(self.machine_dir), "allow_tcg": True, **more}
-        return MicrovmBackend(load_settings(told, {}))
+        return microvms.make_backend(load_settings(told, {}))
 
 
 @pytest.mark.real

@@ -1,4 +1,7 @@
-"""Processes that go on from a snapshot in microVMs of a real QEMU, emulated here, with a server that may be killed."""
+"""Processes that go on from a snapshot in microVMs, with a server that may be killed.
+
+On a real QEMU, emulated here, or a real Firecracker (``tests/nested``).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import pytest
 from agent_sandbox.client import Execution, Sandbox
 from agent_sandbox.errors import ConflictError
 from tests.e2e.serving import KEY, Served, serving
+from tests.microvms import MONITOR, PROCESSOR
 
 pytestmark = pytest.mark.real
 
@@ -34,7 +38,7 @@ SECONDS = 120.0
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, machine_dir: pathlib.Path) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("machines") / "data"
-    with serving(place, "qemu", machine_dir=str(machine_dir), allow_tcg="true") as served:
+    with serving(place, MONITOR, machine_dir=str(machine_dir), allow_tcg="true") as served:
         yield served
 
 
@@ -77,7 +81,7 @@ def clock(sandbox: Sandbox) -> float:
 
 
 def test_a_counter_goes_on_after_a_rollback_and_in_three_forks(server: Served) -> None:
-    with server.client() as client, client.create(backend="qemu", memory_mb=64, disk_mb=64) as sandbox:
+    with server.client() as client, client.create(backend=MONITOR, memory_mb=64, disk_mb=64) as sandbox:
         command = counting(sandbox)
         sandbox.exec("echo in memory > /tmp/t")
         before = numbers(sandbox, command.id)
@@ -122,14 +126,14 @@ def test_a_counter_goes_on_after_a_rollback_and_in_three_forks(server: Served) -
 
 
 def test_a_snapshot_goes_on_only_in_the_machine_that_it_was_taken_of(server: Served) -> None:
-    with server.client() as client, client.create(backend="qemu", memory_mb=64, disk_mb=64) as sandbox:
+    with server.client() as client, client.create(backend=MONITOR, memory_mb=64, disk_mb=64) as sandbox:
         sandbox.write_file("/workspace/f", b"kept")
         snapshot = sandbox.snapshot(memory=True)
         with pytest.raises(ConflictError, match="another size of memory"):
             client.fork(snapshot, memory_mb=128)
         manifest = server.data / "checkpoints" / snapshot.id / "state" / "manifest.json"
         text = manifest.read_text()
-        for fact, reason in (("qemu ", "monitor"), ("emulated", "processor"), ("-cloud-", "kernel")):
+        for fact, reason in ((f"{MONITOR} ", "monitor"), (PROCESSOR, "processor"), ("-cloud-", "kernel")):
             changed = text.replace(fact, fact.upper(), 1)
             assert changed != text
             manifest.write_text(changed)
@@ -150,7 +154,7 @@ STEPS: dict[str, Callable[[pathlib.Path], object]] = {
 
 def test_a_server_that_is_killed_while_it_keeps_memory(server: Served) -> None:
     with server.client() as client:
-        sandbox = client.create(backend="qemu", timeout_seconds=3000, memory_mb=64, disk_mb=64)
+        sandbox = client.create(backend=MONITOR, timeout_seconds=3000, memory_mb=64, disk_mb=64)
         command = counting(sandbox)
         place = server.data / "checkpoints"
 

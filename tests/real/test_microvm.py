@@ -1,4 +1,4 @@
-"""The qemu backend on the real QEMU: its jail, what a monitor's death does, and what it leaves behind."""
+"""MicroVMs on the real QEMU, or Firecracker (``tests/nested``): their jail, a monitor's death, what is left behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, NotFoundError, SandboxError
 from agent_sandbox.guest import limits
 from agent_sandbox.types import ExecExit, ExecOutput, SandboxSpec
+from tests import microvms
 from tests.real.leaks import resources, wait_until_clean
 
 pytestmark = pytest.mark.real
@@ -32,7 +33,7 @@ def settings(tmp_path: Path, machine_dir: Path) -> Settings:
 
 @pytest_asyncio.fixture
 async def backend(settings: Settings) -> AsyncIterator[MicrovmBackend]:
-    backend = MicrovmBackend(settings)
+    backend = microvms.make_backend(settings)
     await backend.start()
     yield backend
     for id in await backend.list_ids():
@@ -125,10 +126,10 @@ async def test_a_new_server_finds_what_goes_on_and_ends_what_nobody_knows(
     await shell(backend, "sbknown-1", "echo kept > f; sleep 3000 & echo $! > pid")
     for name in ("lost", "stray"):  # as a server leaves them that was killed while it destroyed or created one
         for file in ("spec.json", "key", "config.img"):
-            (settings.data_dir / "qemu" / "env" / f"sb{name}-1" / file).unlink()
-    (run,) = Path("/run/agent-sandbox").glob(f"{backend.instance}-qemu")
+            (settings.data_dir / backend.name / "env" / f"sb{name}-1" / file).unlink()
+    (run,) = Path("/run/agent-sandbox").glob(f"{backend.instance}-{backend.name}")
     (run / "vm" / "sbstray-1" / "process.json").unlink()
-    second = MicrovmBackend(settings)
+    second = microvms.make_backend(settings)
     await second.start()
     assert await second.list_ids() == ["sbknown-1", "sblost-1", "sbstray-1"]
     assert [await second.is_running(id) for id in await second.list_ids()] == [True, False, False]
@@ -144,7 +145,7 @@ async def test_a_kernel_that_does_not_start_is_told_with_its_last_words(settings
     daemon = tmp_path / "daemon"
     daemon.write_bytes(Path("/bin/true").read_bytes())
     daemon.chmod(0o755)
-    backend = MicrovmBackend(Settings(**{**vars(settings), "sandboxd": str(daemon)}))
+    backend = microvms.make_backend(Settings(**{**vars(settings), "sandboxd": str(daemon)}))
     await backend.start()
     with pytest.raises(BackendError, match="panic"):
         await backend.create("sb1-1", SPEC)
@@ -157,7 +158,7 @@ async def test_a_full_host_disk_is_told_and_nothing_stays(settings: Settings, tm
     small.mkdir()
     mounts.mount("none", small, "tmpfs", 0, "size=96m")
     try:
-        backend = MicrovmBackend(Settings(**{**vars(settings), "data_dir": small / "data"}))
+        backend = microvms.make_backend(Settings(**{**vars(settings), "data_dir": small / "data"}))
         await backend.start()
         state = os.statvfs(small)
         (small / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize - 4_096))
@@ -189,11 +190,15 @@ async def test_what_a_checkpoint_could_not_let_go_on_goes_on_with_the_next_call(
 
 async def test_what_is_missing_is_told_with_its_remedy(settings: Settings, tmp_path: Path) -> None:
     def changed(**values: object) -> MicrovmBackend:
-        return MicrovmBackend(Settings(**{**vars(settings), **values}))
+        return microvms.make_backend(Settings(**{**vars(settings), **values}))
 
-    for program, remedy in ((str(tmp_path / "none"), "apt-get install qemu"), ("/bin/true", "does not answer as QEMU")):
+    install, answers = {
+        "qemu": ("apt-get install qemu", "does not answer as QEMU"),
+        "firecracker": ("AGENT_SANDBOX_FIRECRACKER", "firecracker"),
+    }[microvms.MONITOR]
+    for program, remedy in ((str(tmp_path / "none"), install), ("/bin/true", answers)):
         with pytest.raises(BackendError, match=remedy):
-            await changed(qemu=program).start()
+            await changed(**{microvms.MONITOR: program}).start()
     backend = changed(machine_dir=str(tmp_path / "empty"))
     with pytest.raises(BackendError, match="agent-sandbox image kernel"):
         await backend.start()

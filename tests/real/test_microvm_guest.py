@@ -13,6 +13,7 @@ from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.config import Settings
 from agent_sandbox.guest import Guest
 from agent_sandbox.types import ExecExit, SandboxSpec
+from tests import microvms
 from tests.real.leaks import wait_until_clean
 
 pytestmark = pytest.mark.real
@@ -24,7 +25,7 @@ MAGIC = b"\xf5sandboxd-begin\n"
 @pytest_asyncio.fixture
 async def machine(tmp_path: Path, machine_dir: Path) -> AsyncIterator[MicrovmBackend]:
     settings = Settings(data_dir=tmp_path / "data", machine_dir=str(machine_dir), allow_tcg=True)
-    backend = MicrovmBackend(settings)
+    backend = microvms.make_backend(settings)
     await backend.start()
     try:
         await backend.create("sb1-1", SPEC)
