@@ -216,7 +216,7 @@ def _make_project(place: Path, argv: Sequence[str], env: Mapping[str, str], moni
 def _make_scratch(place: Path) -> None:
     """The disk ``/data``, with the kernel for the machines inside: a jail's files are on one file system."""
     tree = place / "data"
-    for name in ("tmp", "up", "work"):
+    for name in ("tmp", "root/up", "root/work", "opt/up", "opt/work"):
         (tree / name).mkdir(parents=True)
     (tree / "tmp").chmod(0o1777)
     shutil.copytree(_kernel() / "machine", tree / "machine", copy_function=os.link)
@@ -227,7 +227,7 @@ def _make_scratch(place: Path) -> None:
 def _make_initrd(place: Path) -> Path:
     """A first root file system with busybox and modules, which goes on to ``inside.py``."""
     tree = place / "initrd"
-    for name in ("bin", "modules", "dev", "proc", "sys", "low", "data", "new"):
+    for name in ("bin", "modules", "dev", "proc", "sys", "low", "lowopt", "data", "new"):
         (tree / name).mkdir(parents=True)
     shutil.copy("/bin/busybox", tree / "bin")
     (home,) = (path for path in (_kernel() / "machine" / "kernel").iterdir() if path.is_dir())
@@ -242,8 +242,11 @@ def _make_initrd(place: Path) -> Path:
         *(f"insmod /modules/{name}" for name in order),
         "mount -t erofs -o ro /dev/vda /low",
         "mount -t ext4 /dev/vdc /data",
-        "mount -t overlay -o lowerdir=/low,upperdir=/data/up,workdir=/data/work root /new",
-        "mount -t erofs -o ro /dev/vdb /new/opt",
+        "mount -t erofs -o ro /dev/vdb /lowopt",
+        *(
+            f"mount -t overlay -o lowerdir={low},upperdir=/data/{name}/up,workdir=/data/{name}/work {name} {place}"
+            for name, low, place in (("root", "/low", "/new"), ("opt", "/lowopt", "/new/opt"))
+        ),
         "mount -t erofs -o ro /dev/vdd /new/opt/python",
         *(f"mount --move /{name} /new/{name}" for name in ("data", "dev", "proc", "sys")),
     ]
