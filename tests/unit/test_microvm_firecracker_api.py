@@ -1,7 +1,8 @@
 """Firecracker's API: what a real one answered, replayed; and another side that may be hostile.
 
 ``firecracker-1.12.1.json`` is what was sent to Firecracker 1.12.1 in a machine with KVM and what it answered, byte for
-byte: a machine boots, is saved, goes on, and another is refused whose state is damaged.
+byte: a machine boots, is saved, goes on, is saved again, and another is refused whose state is damaged.
+``tests/nested/record.py`` records it.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ async def test_what_firecracker_was_asked_and_answered_is_asked_again_and_unders
         await monitor.save(machine, MEMORY_MB, dest)
         assert not await monitor.running(machine)
         await monitor.resume(machine)
+        assert not await monitor.running(machine)
         with pytest.raises(FirecrackerError, match="CRC64 validation failed") as refused:
             await ask(list(asking.goes_on()))
     assert refused.value.status == 400
