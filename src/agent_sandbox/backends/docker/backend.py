@@ -26,13 +26,11 @@ import contextlib
 import errno
 import logging
 import os
-import re
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agent_sandbox.backends.base import ByteSource
 from agent_sandbox.backends.docker import container, facts, images
@@ -47,17 +45,16 @@ from agent_sandbox.backends.docker.hostimage import NAME as HOST
 from agent_sandbox.backends.docker.hostimage import HostOnEngine
 from agent_sandbox.backends.docker.networks import Network
 from agent_sandbox.backends.docker.places import Environment, Places, Record
-from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
+from agent_sandbox.backends.guest_backend import Endpoint
 from agent_sandbox.backends.linux import cgroups
-from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS
 from agent_sandbox.backends.linux.process import Process
-from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks
+from agent_sandbox.backends.linux.roads import DiskBackend, is_id
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
@@ -79,16 +76,10 @@ from agent_sandbox.types import (
     SandboxSpec,
 )
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-_THREADS = 16
 _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
-_SYNC_SECONDS = 5.0
-_CLOSE_SECONDS = 10.0
 _KNOWN_FAILURES = {
     "test_the_daemon_is_hidden": "an engine mounts /proc without hidepid: the daemon is seen there, and shows nothing",
 }
@@ -101,13 +92,14 @@ class _Live:
         self.cid, self.process, self.groups = cid, process, groups
 
 
-class DockerBackend(GuestBackend):
+class DockerBackend(DiskBackend[Record]):
     """Sandboxes as containers of a Docker engine. See the contract in ``base.py``."""
 
     name = "docker"
+    _places: Places
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
+        super().__init__("docker")
         self._settings = settings
         self._places = Places(settings.data_dir)
         self.instance = self._places.instance
@@ -124,11 +116,7 @@ class DockerBackend(GuestBackend):
         self._facts = UNSTARTED
         self._builder = Builder(self._engine, self._containers, self._network, self._host, self.instance, self._thread)
         self.capabilities: Capabilities = facts.capabilities(UNSTARTED, no_layers="not started", no_network="")
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="docker")
-        self._records: dict[str, Record] = {}
         self._live: dict[str, _Live] = {}
-        self._changes = Changes()
-        self._removals = Removals(self._clear)
 
     # -- the backend as a whole ------------------------------------------------------
 
@@ -175,10 +163,8 @@ class DockerBackend(GuestBackend):
 
     async def close(self) -> None:
         await super().close()
-        await self._removals.close(_CLOSE_SECONDS)
         await self._bridges.close()
         await self._engine.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
         if self._facts.shares_files:
             self._host.close()
         self._places.close()
@@ -221,7 +207,7 @@ class DockerBackend(GuestBackend):
         await self._create_over(id, spec, workspace.lowers)
 
     async def _create_over(self, id: str, spec: SandboxSpec, layers: tuple[str, ...]) -> None:
-        if not _ID.fullmatch(id):
+        if not is_id(id):
             raise InvalidRequestError(f"{id!r} is not an environment id")
         require_possible(spec, self.capabilities, self.name, allow_unenforced=self._settings.allow_unenforced)
         if len(layers) > MAX_LAYERS:
@@ -286,23 +272,7 @@ class DockerBackend(GuestBackend):
             )
         await self._thread(begin, await self._workspace_path(record), nonce, record)
 
-    async def _undo(self, id: str) -> None:
-        try:
-            await self._clear(id)
-        except (OSError, SandboxError) as error:
-            _log.error("environment %s could not be removed after it failed: %s", id, error)
-            self._removals.begin(id)
-
-    # -- destroy -------------------------------------------------------------------------
-
-    async def destroy(self, id: str) -> None:
-        if not _ID.fullmatch(id):
-            return
-        await self._changes.end(id)
-        async with translated("destroying the sandbox"):
-            await settled(asyncio.ensure_future(self._end(id)))
-        if await self._is_there(id):
-            self._removals.begin(id)
+    # -- ending -------------------------------------------------------------------------
 
     async def _is_there(self, id: str) -> bool:
         """Whether something of the environment is here or on the engine."""
@@ -310,17 +280,10 @@ class DockerBackend(GuestBackend):
             return True
         return bool(await self._containers.find(id) or await self._containers.volumes(id))
 
-    async def _end(self, id: str, *, by_engine: bool = True) -> None:
-        """End every process of the environment, which cannot be found from now on; return when none is left."""
+    async def _forget(self, id: str) -> None:
         with contextlib.suppress(SandboxError):  # its container may be called otherwise by now
             await self._record(id)
-        try:
-            await self._thread(self._places.environment(id).forget)
-        except OSError as error:
-            # A damaged directory, or a disk that has become read-only, must not keep processes alive.
-            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
-        self._records.pop(id, None)
-        await self._end_processes(id, by_engine=by_engine)
+        await super()._forget(id)
 
     async def _end_processes(self, id: str, *, by_engine: bool = True) -> None:
         """End what runs; where this host cannot, the engine does, unless that is about to remove it all anyhow."""
@@ -333,28 +296,14 @@ class DockerBackend(GuestBackend):
 
     async def _clear(self, id: str) -> None:
         """End what still runs and remove everything. The directory goes last: by that it is listed."""
-        await self._end(id, by_engine=False)
+        await self._forget(id)
+        await self._end_processes(id, by_engine=False)
         await self._containers.remove(id, volumes=True)
         environment = self._places.environment(id)
         await self._thread(environment.unmount)
         await self._thread(environment.remove)
 
     # -- stop and start ----------------------------------------------------------------
-
-    async def stop_environment(self, id: str) -> None:
-        await self._record(id)
-        if id in self._removals:
-            raise NotFoundError(f"there is no environment {id}")
-        async with translated("stopping the sandbox"):
-            await self._changes.alone(id, self._stop(id))
-
-    async def _stop(self, id: str) -> None:
-        if await self.is_running(id):
-            with contextlib.suppress(SandboxError, TimeoutError):
-                async with asyncio.timeout(_SYNC_SECONDS):
-                    await self.sync(id)
-        await self._halt(id)
-        await self._thread(self._places.environment(id).disk.flush)
 
     async def _halt(self, id: str) -> None:
         """End every process and free what a reboot would; the container, the disk, the record and the key stay."""
@@ -363,9 +312,7 @@ class DockerBackend(GuestBackend):
         await self._thread(self._places.environment(id).unmount)
 
     async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
-        record = await self._record(id)
-        if id in self._removals:
-            raise NotFoundError(f"there is no environment {id}")
+        record = await self._known(id)
         if record.shares_files and not self._facts.shares_files:
             raise ConflictError(f"the sandbox's disk is on this host, but {self._facts.not_shared}")
         async with translated("starting the sandbox"):
@@ -441,8 +388,7 @@ class DockerBackend(GuestBackend):
     async def layers_in_use(self) -> set[str]:
         if not self.capabilities.layered_workspace:
             raise UnsupportedError("layered_workspace", self.name, self.capabilities.notes["layered_workspace"])
-        async with translated("listing the layers in use"):
-            return await self._thread(self._places.layers)
+        return await super().layers_in_use()
 
     # -- looking -----------------------------------------------------------------------
 
@@ -450,7 +396,7 @@ class DockerBackend(GuestBackend):
         found = await self._containers.ids()
         async with translated("listing the sandboxes"):
             found |= await self._thread(self._places.names)
-        return sorted(id for id in found if _ID.fullmatch(id))
+        return sorted(id for id in found if is_id(id))
 
     async def is_running(self, id: str) -> bool:
         try:
@@ -557,14 +503,10 @@ class DockerBackend(GuestBackend):
 
     # -- parts -----------------------------------------------------------------------------
 
-    async def _record(self, id: str) -> Record:
-        if not _ID.fullmatch(id):
-            raise NotFoundError(f"there is no environment {id}")
-        if id not in self._records:
-            record = await self._thread(self._places.environment(id).record)
-            self._containers.know(record.container)
-            self._records[id] = record
-        return self._records[id]
+    async def _read_record(self, id: str) -> Record:
+        record = await self._thread(self._places.environment(id).record)
+        self._containers.know(record.container)
+        return record
 
     async def _running(self, record: Record) -> _Live | None:
         """What is known of the running container on this host; asked for when it is not known or has ended."""
@@ -586,7 +528,3 @@ class DockerBackend(GuestBackend):
             return None
         self._live[id] = _Live(cid, process, groups)
         return self._live[id]
-
-    async def _thread(self, work: Callable[..., T], *args: object) -> T:
-        """Run blocking work on a thread and see it through, also when the caller is cancelled."""
-        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))

@@ -29,26 +29,23 @@ import errno
 import logging
 import os
 import platform
-import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agent_sandbox.backends.base import ByteSource
-from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
+from agent_sandbox.backends.guest_backend import Endpoint
 from agent_sandbox.backends.linux import cgroups, seccomp
-from agent_sandbox.backends.linux.changes import Changes
 from agent_sandbox.backends.linux.disk import Templates
 from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.inspection import has_shared_map, observe
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS
 from agent_sandbox.backends.linux.process import Process
-from agent_sandbox.backends.linux.removals import Removals
 from agent_sandbox.backends.linux.requirements import find_sandboxd, require_disks, require_root
+from agent_sandbox.backends.linux.roads import DiskBackend, is_id
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.oci import bundle, idmap
 from agent_sandbox.backends.oci.building import (
@@ -71,8 +68,6 @@ from agent_sandbox.errors import (
     BackendError,
     ConflictError,
     InvalidRequestError,
-    NotFoundError,
-    SandboxError,
     UnsupportedError,
 )
 from agent_sandbox.images import ImageRoot, ImageStore
@@ -87,31 +82,23 @@ from agent_sandbox.types import (
     SandboxSpec,
 )
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-_THREADS = 16
-"""More than creations that make progress at once on common machines; waiting ones queue."""
 _CONNECT_TRIES = 40
 _CONNECT_PAUSE_SECONDS = 0.05
-_SYNC_SECONDS = 5.0
-"""How long a daemon may take to sync before a stop; unmounting writes everything out in any case."""
-_CLOSE_SECONDS = 10.0
-"""How long closing waits for removals under way; what is left is found again by the next server."""
 
 
-class OciBackend(GuestBackend):
+class OciBackend(DiskBackend[Record]):
     """Sandboxes as runc containers with ``sandboxd`` as their first process. See the contract in ``base.py``.
 
     The methods below "the runtime" are what another runtime does otherwise.
     """
 
     name = "runc"
+    _places: Places
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
+        super().__init__("oci")
         self._settings = settings
         self._places = self._make_places()
         self.instance = self._places.instance
@@ -123,10 +110,6 @@ class OciBackend(GuestBackend):
         self._host: Host | None = None
         self._version = ""
         self.capabilities = self._capabilities(frozenset(), no_userns="not started", no_layers="")
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="oci")
-        self._records: dict[str, Record] = {}
-        self._changes = Changes()
-        self._removals = Removals(self._clear)
 
     # -- the backend as a whole ------------------------------------------------------
 
@@ -178,8 +161,6 @@ class OciBackend(GuestBackend):
 
     async def close(self) -> None:
         await super().close()
-        await self._removals.close(_CLOSE_SECONDS)
-        self._pool.shutdown(wait=False, cancel_futures=True)
         for root in self._hierarchies.all():
             with contextlib.suppress(OSError):
                 (root / self._places.group).rmdir()
@@ -237,7 +218,7 @@ class OciBackend(GuestBackend):
             raise
 
     def _check(self, id: str, spec: SandboxSpec) -> None:
-        if not _ID.fullmatch(id):
+        if not is_id(id):
             raise InvalidRequestError(f"{id!r} is not an environment id")
         if spec.network not in self.capabilities.network:
             raise UnsupportedError("network", self.name, f"only {sorted(self.capabilities.network)} here")
@@ -311,33 +292,7 @@ class OciBackend(GuestBackend):
         await self.guest_ready(environment.id)
         step("ready")
 
-    async def _undo(self, id: str) -> None:
-        try:
-            await self._clear(id)
-        except (OSError, BackendError):
-            _log.exception("environment %s could not be removed after it failed", id)
-            self._removals.begin(id)
-
-    # -- destroy -------------------------------------------------------------------------
-
-    async def destroy(self, id: str) -> None:
-        if not _ID.fullmatch(id):
-            return
-        await self._changes.end(id)
-        async with translated("destroying the sandbox"):
-            await settled(asyncio.ensure_future(self._end(id)))
-        if id in await self.list_ids():
-            self._removals.begin(id)
-
-    async def _end(self, id: str) -> None:
-        """End every process of the environment, which cannot be found from now on; return when none is left."""
-        try:
-            await self._thread(self._places.environment(id).forget)
-        except OSError as error:
-            # A damaged directory, or a disk that has become read-only, must not keep processes alive.
-            _log.warning("environment %s: its record stays until it is removed: %s", id, error)
-        self._records.pop(id, None)
-        await self._end_processes(id)
+    # -- ending -------------------------------------------------------------------------
 
     async def _end_processes(self, id: str) -> None:
         await self.drop_guest(id)
@@ -381,30 +336,13 @@ class OciBackend(GuestBackend):
 
     # -- stop and start ----------------------------------------------------------------
 
-    async def stop_environment(self, id: str) -> None:
-        await self._record(id)
-        if id in self._removals:
-            raise NotFoundError(f"there is no environment {id}")
-        async with translated("stopping the sandbox"):
-            await self._changes.alone(id, self._stop(id))
-
-    async def _stop(self, id: str) -> None:
-        if await self.is_running(id):
-            with contextlib.suppress(SandboxError, TimeoutError):
-                async with asyncio.timeout(_SYNC_SECONDS):
-                    await self.sync(id)
-        await self._halt(id)
-        await self._thread(self._places.environment(id).disk.flush)
-
     async def _halt(self, id: str) -> None:
         """End every process and free all that a reboot would; the disk, the record and the key stay."""
         await self._end_processes(id)
         await self._free(id, self._places.environment(id).clear)
 
     async def start_environment(self, id: str, workspace: PreparedWorkspace | None = None) -> None:
-        record = await self._record(id)
-        if id in self._removals:
-            raise NotFoundError(f"there is no environment {id}")
+        record = await self._known(id)
         if record.ids is not None and not self.capabilities.userns:
             raise UnsupportedError("userns", self.name, self.capabilities.notes["userns"])
         async with translated("starting the sandbox"):
@@ -458,10 +396,6 @@ class OciBackend(GuestBackend):
         finally:
             await self._thread(groups.thaw)
 
-    async def layers_in_use(self) -> set[str]:
-        async with translated("listing the layers in use"):
-            return await self._thread(self._places.layers)
-
     # -- looking -----------------------------------------------------------------------
 
     async def list_ids(self) -> list[str]:
@@ -476,10 +410,10 @@ class OciBackend(GuestBackend):
         for root in self._hierarchies.all():
             with contextlib.suppress(FileNotFoundError), os.scandir(root / self._places.group) as entries:
                 found |= {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-        return sorted(id for id in found if _ID.fullmatch(id))
+        return sorted(id for id in found if is_id(id))
 
     async def is_running(self, id: str) -> bool:
-        return bool(_ID.fullmatch(id)) and await self._thread(self._runs, id)
+        return is_id(id) and await self._thread(self._runs, id)
 
     def _runs(self, id: str) -> bool:
         # One that a server forgot before it died is as good as ended: nobody can reach it any more.
@@ -601,20 +535,11 @@ class OciBackend(GuestBackend):
 
     # -- parts -----------------------------------------------------------------------------
 
-    async def _record(self, id: str) -> Record:
-        if not _ID.fullmatch(id):
-            raise NotFoundError(f"there is no environment {id}")
-        if id not in self._records:
-            record = await self._thread(self._places.environment(id).record)
-            self._records[id] = record
-        return self._records[id]
+    async def _read_record(self, id: str) -> Record:
+        return await self._thread(self._places.environment(id).record)
 
     def _groups(self, id: str) -> cgroups.Groups:
         return cgroups.Groups(self._hierarchies, f"/{self._places.group}/{id}")
-
-    async def _thread(self, work: Callable[..., T], *args: object) -> T:
-        """Run blocking work on a thread and see it through, also when the caller is cancelled."""
-        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
 
 
 def _steps(change: str, id: str) -> Callable[[str], None]:
