@@ -86,6 +86,13 @@ def test_a_machine_without_anything_fails_and_every_finding_has_a_remedy() -> No
         ({"filesystems": frozenset({"ext4"})}, "overlayfs", "warn", "not loaded"),
         ({"filesystems": frozenset({"overlay"})}, "loop devices", "fail", "the kernel has no ext4"),
         ({"loop_control": False}, "loop devices", "fail", "no /dev/loop-control"),
+        (
+            {"loop_control": False, "loops_wanted": False},
+            "loop devices",
+            "ok",
+            "no /dev/loop-control; only backends without machines need it",
+        ),
+        ({"tools": {}, "runc_wanted": False}, "runc", "ok", "not found; only the runc backend needs it"),
         ({"tools": {"mke2fs": "1.47"}}, "runc", "fail", "not found"),
         ({"tools": {"runc": "runc version 1.0.0-rc6"}}, "runc", "fail", "runc version 1.0.0-rc6"),
         ({"tools": {"runc": "runc version 1.3.0"}}, "e2fsprogs", "fail", "no mke2fs"),

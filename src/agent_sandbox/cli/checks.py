@@ -1,7 +1,7 @@
 """What ``doctor`` asks, as pure functions over one :class:`Probe`: no file, process or clock is touched here.
 
-``fail`` means that the embedded backend cannot run; ``warn`` that something is missing which only some things need.
-Every finding that is not ``ok`` says how to mend it.
+``fail`` means that a backend which is asked for cannot run; ``warn`` that something is missing which only some things
+need. Every finding that is not ``ok`` says how to mend it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ OLDEST_RUNSC = 20240101
 _SHARED = "without, sandboxes share one user id of the host"
 LOW_DISK_BYTES = 5 << 30
 CONTROLLERS = ("cpu", "memory", "pids")
+_LOOP_USERS = "backends without machines"
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6, "CAP_CHOWN": 0, "CAP_MKNOD": 27}
 
 
@@ -48,6 +49,8 @@ class Probe:
     accelerated: bool = False
     qemu: str = ""
     qemu_problem: str = ""
+    runc_wanted: bool = True
+    loops_wanted: bool = True
     qemu_wanted: bool = False
     firecracker: str = ""
     firecracker_problem: str = ""
@@ -153,11 +156,10 @@ def workspaces(probe: Probe) -> Finding:
 def loop_devices(probe: Probe) -> Finding:
     """Disk limits are loop-mounted ext4 images."""
     if not probe.loop_control:
-        return Finding(
-            "loop devices", "fail", "no /dev/loop-control", "modprobe loop (in a container: pass the devices in)"
-        )
+        remedy = "modprobe loop (in a container: pass the devices in)"
+        return _for_whom(probe.loops_wanted, "loop devices", "no /dev/loop-control", remedy, _LOOP_USERS)
     if "ext4" not in probe.filesystems:
-        return Finding("loop devices", "fail", "the kernel has no ext4", "modprobe ext4")
+        return _for_whom(probe.loops_wanted, "loop devices", "the kernel has no ext4", "modprobe ext4", _LOOP_USERS)
     return Finding("loop devices", "ok", "with ext4")
 
 
@@ -165,11 +167,10 @@ def runc(probe: Probe) -> Finding:
     """The runtime of the embedded backend."""
     found = probe.tools.get("runc", "")
     if not found:
-        return Finding("runc", "fail", "not found", "apt-get install runc")
+        return _for_whom(probe.runc_wanted, "runc", "not found", "apt-get install runc", "the runc backend")
     if version(found) < OLDEST_RUNC:
-        return Finding(
-            "runc", "fail", found, f"at least {'.'.join(map(str, OLDEST_RUNC))} is needed: apt-get install runc"
-        )
+        remedy = f"at least {'.'.join(map(str, OLDEST_RUNC))} is needed: apt-get install runc"
+        return _for_whom(probe.runc_wanted, "runc", found, remedy, "the runc backend")
     return Finding("runc", "ok", found)
 
 

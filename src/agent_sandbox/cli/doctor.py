@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 def doctor(as_json: options.Json = False) -> None:
     """Check this machine: kernel, cgroups, runtime, disk and the rest, each with how to mend it.
 
-    Ends with 1 when the embedded backend cannot run here.
+    Ends with 1 when a backend that AGENT_SANDBOX_BACKENDS names cannot run here.
     """
     findings = checks.run(gather(load_settings()))
     if as_json:
@@ -84,6 +84,8 @@ def gather(settings: Settings) -> checks.Probe:
         accelerated=machines.accelerated,
         qemu=machines.qemu,
         qemu_problem=machines.qemu_problem,
+        runc_wanted="runc" in settings.backends,
+        loops_wanted=bool({"runc", "gvisor", "docker"} & {*settings.backends}),
         qemu_wanted="qemu" in settings.backends,
         firecracker=machines.firecracker,
         firecracker_problem=machines.firecracker_problem,
