@@ -101,7 +101,10 @@ def require(made: Made, wanted: Made) -> None:
     for field in fields(Made):
         before, now = getattr(made, field.name), getattr(wanted, field.name)
         if before != now:
-            raise ConflictError(f"the machine was saved with another {_WORDS[field.name]}: {before!r}, not {now!r}")
+            raise ConflictError(
+                f"the machine was saved with another {_WORDS[field.name]}: {before!r}, not {now!r}; "
+                "use its workspace without its memory"
+            )
 
 
 def keep_disk(workspace: Path, directory: Path) -> None:
