@@ -55,11 +55,13 @@ class PreparedWorkspace:
 
     ``lowers`` are read-only directories on this host, the topmost first, as overlay layers. They belong to the manager,
     stay unchanged, and are kept for as long as the environment is there. Files in them have the sandbox user's ids as
-    they are inside. ``fill`` lays the state out in a directory of the backend's.
+    they are inside. ``fill`` lays the state out in a directory of the backend's. ``state`` names it, 64 hexadecimal
+    digits: the same name, the same state.
     """
 
     lowers: tuple[str, ...] = ()
     fill: Fill | None = None
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from agent_sandbox.conformance import (
     ChecklistSuite,
     CheckpointSuite,
     EscapeSuite,
+    LayerSuite,
     LimitSuite,
     NetworkSuite,
-    NoLayerSuite,
 )
 from tests import microvms
 
@@ -38,7 +38,7 @@ class Microvm:
 
 
 @pytest.mark.real
-class TestMicrovm(Microvm, BackendSuite, LimitSuite, NetworkSuite, NoLayerSuite, EscapeSuite):
+class TestMicrovm(Microvm, BackendSuite, LimitSuite, NetworkSuite, EscapeSuite):
     """What is the machine's own. Commands, files and tunnels are its daemon's, asked on runc, and here by the kit."""
 
     # Emulated it takes minutes, all of them in the guest's own kernel.
@@ -49,6 +49,11 @@ class TestMicrovm(Microvm, BackendSuite, LimitSuite, NetworkSuite, NoLayerSuite,
 @pytest.mark.real
 class TestMicrovmChecklist(Microvm, ChecklistSuite):
     """What the checklist asks beside."""
+
+
+@pytest.mark.real
+class TestMicrovmLayers(Microvm, LayerSuite):
+    """Workspaces that begin as a state of the store."""
 
 
 @pytest.mark.real

@@ -18,6 +18,7 @@ SPEC = MachineSpec(
     root=Path("/e/root.erofs"),
     workspace=Path("/e/workspace.img"),
     config=Path("/e/config.img"),
+    layers=Path("/e/layers.erofs"),
     memory_mb=352,
     vcpus=2,
     directory=Path("/run/x"),
@@ -47,7 +48,7 @@ def test_a_machine_names_no_path_and_has_no_network() -> None:
 def test_drives_are_found_by_serial_and_only_the_workspace_is_written() -> None:
     argv = arguments(SPEC, EMULATED, goes_on=False, tsc_khz=None)
     drives = {drive.split("node-name=")[1].split(",")[0]: drive for drive in after(argv, "-blockdev")}
-    assert list(drives) == ["root", "workspace", "config"]
+    assert list(drives) == ["root", "workspace", "config", "layers"]
     assert [name for name, drive in drives.items() if "read-only=off" in drive] == ["workspace"]
     devices = [device for device in after(argv, "-device") if device.startswith("virtio-blk")]
     assert devices == [f"virtio-blk-device,drive={name},serial={name},rerror=report,werror=report" for name in drives]

@@ -87,6 +87,7 @@ def test_the_configuration_is_a_length_and_a_map_in_a_drive_of_8_kib() -> None:
         "machine_id": "0123456789abcdef0123456789abcdef",
         "entropy": bytes(range(64)),
         "tmp_bytes": 33_554_432,
+        "layered": 0,
     }
 
 

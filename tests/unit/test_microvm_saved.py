@@ -42,9 +42,9 @@ def fill(directory: Path) -> None:
             file.truncate(size)
 
 
-@pytest.mark.parametrize("fact", [field.name for field in fields(Made)])
+@pytest.mark.parametrize("fact", [field.name for field in fields(Made) if field.name != "layers"])
 def test_a_machine_goes_on_only_as_what_it_was_and_the_reason_names_both(fact: str) -> None:
-    checkpoints.require(MADE, MADE)
+    checkpoints.require(MADE, changed(layers="0" * 64))  # they go on as well
     value = getattr(MADE, fact)
     other = changed(**{fact: value + 1 if isinstance(value, int) else value + "-other"})
     with pytest.raises(ConflictError, match="another") as caught:
@@ -63,7 +63,7 @@ def test_what_is_sealed_is_read_and_what_is_not_whole_is_refused(tmp_path: Path)
     assert manifest.stat().st_mode & 0o777 == 0o600
     text = manifest.read_bytes()
     for wrong, reason in (
-        (text.replace(b'"version":1', b'"version":2'), "format 2"),
+        (text.replace(b'"version":2', b'"version":3'), "format 3"),
         (text[:-5], "damaged"),
         (b"[]", "damaged"),
         (text.replace(b'"vcpus":1', b'"vcpus":"1"'), "damaged"),

@@ -9,6 +9,7 @@ use crate::errors::{Code, Failure};
 use crate::fsops::Answer;
 use crate::pack::MapWriter;
 use crate::tarread::{Next, Reader};
+use crate::tarout::View;
 use crate::tarsink::Stop;
 use crate::wire::HEADER;
 use crate::{resolve, tarin, tarout, workers};
@@ -20,14 +21,35 @@ use tokio::sync::mpsc;
 const PIECES: usize = 4;
 
 pub async fn export(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64, path: Option<Vec<u8>>) -> Answer {
+    let workspace = daemon.config.workspace.clone();
+    send(daemon, stream, View::Tree, max_bytes, move || place(&workspace, path.as_deref(), false)).await
+}
+
+/// What the workspace differs in from the layers that it is mounted over.
+pub async fn changes(daemon: &Daemon, stream: &Rc<Stream>, max_bytes: u64) -> Answer {
+    let Some(upper) = daemon.machine.as_ref().and_then(|machine| machine.changes()) else {
+        return Err(Failure::new(Code::Unsupported, "the workspace is mounted over no layers"));
+    };
+    let upper = upper.try_clone().map_err(|error| Failure::new(Code::Internal, error.to_string()))?;
+    send(daemon, stream, View::Changes, max_bytes, move || {
+        Ok(openat(&upper, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+    })
+    .await
+}
+
+async fn send(
+    daemon: &Daemon,
+    stream: &Rc<Stream>,
+    view: View,
+    max_bytes: u64,
+    root: impl FnOnce() -> Result<OwnedFd, Failure> + Send + 'static,
+) -> Answer {
     let (send, mut receive) = mpsc::channel::<Vec<u8>>(PIECES);
-    let (workspace, id) = (daemon.config.workspace.clone(), stream.id);
+    let id = stream.id;
     // Two exports may run at once.
     let table_bytes = daemon.config.table_bytes / 2;
-    let result = daemon.archives.run(move || {
-        let root = place(&workspace, path.as_deref(), false)?;
-        tarout::export(root, max_bytes, table_bytes, id, send)
-    });
+    let result =
+        daemon.archives.run(move || tarout::export(root()?, view, max_bytes, table_bytes, id, send));
     while let Some(frame) = receive.recv().await {
         let cost = frame.len() - HEADER;
         if let Err(Gone) = stream.wait_room(cost).await {

@@ -22,7 +22,7 @@ mod vsock;
 use crate::conn::Conn;
 use crate::daemon::{Daemon, fill_random};
 use crate::transport::Transport;
-use boot::{Booted, Channel};
+use boot::{Booted, Channel, Layers};
 use group::Group;
 use identity::Identity;
 use port::Port;
@@ -54,6 +54,9 @@ const FAREWELL: Duration = Duration::from_millis(50);
 pub struct Machine {
     pub group: Group,
     config_drive: OwnedFd,
+    layers: Layers,
+    /// What the workspace's changes are in, where it is mounted over layers; unset before that is known.
+    changes: OnceCell<Option<OwnedFd>>,
     hostname: File,
     hosts: File,
     machine_id: File,
@@ -83,10 +86,12 @@ fn serve(booted: Booted) -> Result<(), String> {
         .enable_all()
         .build()
         .map_err(|error| format!("cannot start: {error}"))?;
-    let Booted { identity, config_drive, channel, hostname, hosts, machine_id, group } = booted;
+    let Booted { identity, config_drive, layers, channel, hostname, hosts, machine_id, group } = booted;
     let machine = Rc::new(Machine {
         group,
         config_drive,
+        layers,
+        changes: OnceCell::new(),
         hostname,
         hosts,
         machine_id,
@@ -124,6 +129,8 @@ fn serve(booted: Booted) -> Result<(), String> {
         daemon.say_goodbye("shutdown", "the daemon was told to end");
         tokio::time::sleep(FAREWELL).await;
         let _ = machine.group.kill();
+        rustix::fs::sync();
+        machine.layers.close();
         ended
     })
 }
@@ -166,6 +173,11 @@ async fn carry(daemon: &Rc<Daemon>, machine: &Machine, door: &Door, first: Visit
 }
 
 impl Machine {
+    /// The directory that holds what differs from the layers below the workspace, where it has some.
+    pub fn changes(&self) -> Option<&OwnedFd> {
+        self.changes.get()?.as_ref()
+    }
+
     /// Wait for somebody to come while the drive has a key, and read it then.
     async fn next(&self, door: &Door) -> io::Result<(Visitor, Identity)> {
         loop {
@@ -221,6 +233,10 @@ impl Machine {
         }
         self.group.limit(identity.memory_bytes, config.pids_limit)?;
         boot::resize_tmp(identity.tmp_bytes)?;
+        if identity.keyed && self.changes.get().is_none() {
+            let changes = if identity.layered { Some(self.layers.mount()?) } else { None };
+            let _ = self.changes.set(changes);
+        }
         self.instance.set(identity.instance);
         Ok(())
     }

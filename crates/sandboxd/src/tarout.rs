@@ -1,4 +1,4 @@
-//! The workspace as a pax archive.
+//! The workspace as a pax archive, or what differs in it from its layers as an OCI image layer.
 //!
 //! The walk runs as root, so that a file of mode 000 is not lost, on a tree that hostile commands change
 //! meanwhile. It therefore goes from directory to directory by descriptor, follows no link, opens nothing that is
@@ -36,6 +36,23 @@ const MAX_SKIPPED_BYTES: usize = 48 << 10;
 
 const READ: OFlags = OFlags::RDONLY.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 
+/// What is read, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum View {
+    /// A tree as it is.
+    Tree,
+    /// The upper directory of an overlay, whose difference from its layers becomes an OCI image layer: what is hidden
+    /// becomes a whiteout. Nothing writes there meanwhile.
+    Changes,
+    /// The same, read before it to see whether a layer can say it. Nothing is written.
+    Survey,
+}
+
+const WHITEOUT: &[u8] = b".wh.";
+const OPAQUE: &[u8] = b".wh..wh..opq";
+/// What a whiteout can hide: its own name is longer by the prefix.
+const MAX_HIDDEN: usize = 255 - WHITEOUT.len();
+
 pub struct Summary {
     pub entries: u64,
     pub file_bytes: u64,
@@ -44,15 +61,39 @@ pub struct Summary {
 }
 
 /// Write the archive of a directory as finished DATA frames of `stream`.
+///
+/// Of an upper directory, what a layer cannot say is a `conflict` before the first frame: a directory that was renamed,
+/// a file with names in the layers, a name that would be a whiteout.
 pub fn export(
     root: OwnedFd,
+    view: View,
     max_bytes: u64,
     table_bytes: usize,
     stream: u32,
     frames: Sender<Vec<u8>>,
 ) -> Result<Summary, Stop> {
+    if view == View::Changes {
+        // Not a second descriptor of the same open directory: the two would have one place in it.
+        let again = openat(&root, ".", READ | OFlags::DIRECTORY, Mode::empty())?;
+        walk(again, View::Survey, max_bytes, table_bytes, stream, frames.clone())?;
+    }
+    let mut walk = walk(root, view, max_bytes, table_bytes, stream, frames)?;
+    walk.out.write(&[0; 2 * BLOCK])?;
+    walk.out.flush()?;
+    Ok(walk.summary)
+}
+
+fn walk(
+    root: OwnedFd,
+    view: View,
+    max_bytes: u64,
+    table_bytes: usize,
+    stream: u32,
+    frames: Sender<Vec<u8>>,
+) -> Result<Walk, Stop> {
     let stat = fstat(&root)?;
     let mut walk = Walk {
+        view,
         device: stat.st_dev,
         levels: Vec::new(),
         path: Vec::new(),
@@ -68,9 +109,16 @@ pub fn export(
     while !walk.levels.is_empty() {
         walk.step()?;
     }
-    walk.out.write(&[0; 2 * BLOCK])?;
-    walk.out.flush()?;
-    Ok(walk.summary)
+    if view == View::Survey
+        && let Some(link) = walk.links.values().next()
+    {
+        return Err(inexpressible(&link.name, "has names among the layers"));
+    }
+    Ok(walk)
+}
+
+fn inexpressible(path: &[u8], why: &str) -> Stop {
+    Failure::new(Code::Conflict, format!("{} {why}", path.escape_ascii())).into()
 }
 
 /// The names of one directory, in order.
@@ -125,6 +173,11 @@ fn place(bytes: &[u8], (start, length): (u32, u32)) -> &[u8] {
     &bytes[start as usize..][..length as usize]
 }
 
+/// Whether the kernel has noted something about a directory of an overlay.
+fn overlay_says(directory: &OwnedFd, what: &str) -> bool {
+    !matches!(fgetxattr(directory, what, &mut [0u8; 1][..]), Err(Errno::NODATA | Errno::OPNOTSUPP) | Ok(0))
+}
+
 type Identity = (u64, u64);
 
 fn identity(stat: &Stat) -> Identity {
@@ -150,6 +203,7 @@ struct Link {
 }
 
 struct Walk {
+    view: View,
     device: u64,
     levels: Vec<Level>,
     path: Vec<u8>,
@@ -196,6 +250,9 @@ impl Walk {
             self.skip("its directory was moved while it was read");
             return Ok(());
         };
+        if self.view == View::Survey && name.starts_with(WHITEOUT) {
+            return Err(inexpressible(&self.path, "would be a whiteout"));
+        }
         match statat(directory, &name[..], AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) if is_unfinished(&name, FileType::from_raw_mode(stat.st_mode)) => Ok(()),
             Ok(stat) => self.entry(&name, &stat),
@@ -218,7 +275,27 @@ impl Walk {
     }
 
     fn entry(&mut self, name: &[u8], stat: &Stat) -> Result<(), Stop> {
-        match FileType::from_raw_mode(stat.st_mode) {
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        let left_out = !matches!(
+            kind,
+            FileType::Directory | FileType::RegularFile | FileType::Symlink | FileType::Fifo
+        );
+        match (self.view, kind) {
+            (View::Survey, _) if left_out && name.len() > MAX_HIDDEN => {
+                return Err(inexpressible(&self.path, "has a name that is too long for a whiteout"));
+            }
+            (View::Survey, FileType::Directory) => {}
+            (View::Survey, _) if left_out => return Ok(()),
+            (View::Survey, _) => return self.count(stat),
+            (View::Changes, _) if left_out => {
+                self.whiteout(WHITEOUT, name, stat)?;
+                if kind == FileType::CharacterDevice && stat.st_rdev == 0 {
+                    return Ok(());
+                }
+            }
+            _ => {}
+        }
+        match kind {
             FileType::Directory => self.directory(name, stat),
             FileType::RegularFile => self.file(name, stat),
             FileType::Symlink => {
@@ -276,9 +353,18 @@ impl Walk {
 
     /// Write a directory's own entry and go into it.
     fn enter(&mut self, fd: OwnedFd, stat: &Stat) -> Result<(), Stop> {
-        let records = self.attributes(&fd);
-        let name = if self.levels.is_empty() { b"./".to_vec() } else { self.path.clone() };
-        self.write(kind::DIRECTORY, &name, b"", 0, stat, records)?;
+        if self.view == View::Survey {
+            if overlay_says(&fd, "trusted.overlay.redirect") {
+                return Err(inexpressible(&self.path, "was renamed"));
+            }
+        } else {
+            let records = self.attributes(&fd);
+            let name = if self.levels.is_empty() { b"./".to_vec() } else { self.path.clone() };
+            self.write(kind::DIRECTORY, &name, b"", 0, stat, records)?;
+        }
+        if self.view == View::Changes && overlay_says(&fd, "trusted.overlay.opaque") {
+            self.whiteout(OPAQUE, b"", stat)?;
+        }
         let names = Names::read(&fd, self.table_bytes.saturating_sub(self.names + self.link_bytes))?;
         self.names += names.size();
         self.levels.push(Level { fd: Some(fd), identity: identity(stat), names, path: self.path.len() });
@@ -349,6 +435,28 @@ impl Walk {
         self.out.write(&blocks)?;
         self.summary.entries += 1;
         Ok(())
+    }
+
+    /// Say in a layer that `name` beside the last entry is hidden, or all that is in it.
+    fn whiteout(&mut self, prefix: &[u8], name: &[u8], stat: &Stat) -> Result<(), Stop> {
+        let start = self.path.len() - name.len();
+        let path = [&self.path[..start], prefix, name].concat();
+        self.write(kind::FILE, &path, b"", 0, stat, Records::default())
+    }
+
+    /// Note one of a file's names.
+    fn count(&mut self, stat: &Stat) -> Result<(), Stop> {
+        match self.links.get_mut(&identity(stat)) {
+            None => self.remember(stat),
+            Some(link) => {
+                link.left -= 1;
+                if link.left == 0 {
+                    self.link_bytes -= link.name.len() + LINK_BYTES;
+                    self.links.remove(&identity(stat));
+                }
+                Ok(())
+            }
+        }
     }
 
     /// A link to a name that is in the archive already; `false` when this is the file's first name.

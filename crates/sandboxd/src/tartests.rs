@@ -43,7 +43,7 @@ impl Place {
     fn export_within(&self, max_bytes: u64, table_bytes: usize) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
         let (send, mut receive) = tokio::sync::mpsc::channel(4);
         let root = self.open();
-        let thread = std::thread::spawn(move || tarout::export(root, max_bytes, table_bytes, 1, send));
+        let thread = std::thread::spawn(move || tarout::export(root, tarout::View::Tree, max_bytes, table_bytes, 1, send));
         let mut archive = Vec::new();
         while let Some(frame) = receive.blocking_recv() {
             archive.extend_from_slice(&frame[HEADER + 1..]);
@@ -221,7 +221,7 @@ fn export_stops_at_its_limit_and_when_nobody_listens() {
     fs::write(place.at("g"), vec![1; 1 << 20]).unwrap();
     let (send, receive) = tokio::sync::mpsc::channel(1);
     drop(receive);
-    assert!(matches!(tarout::export(place.open(), PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
+    assert!(matches!(tarout::export(place.open(), tarout::View::Tree, PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
 }
 
 #[test]

@@ -95,9 +95,10 @@ class Backend(abc.ABC):
 
     name: str
     capabilities: Capabilities
-    projection: Literal["overlay", "copy"] = "overlay"
-    """How a workspace begins as a state, with the capability ``layered_workspace``: mounted over layers, or copied into
-    a directory of its own. It is known once the backend has started."""
+    projection: Literal["overlay", "copy", "disk"] = "overlay"
+    """How a workspace begins as a state, with the capability ``layered_workspace``: mounted over layers, copied into a
+    directory of its own, or mounted over a read-only drive by a guest's own kernel. With ``disk`` the host never sees
+    it: its changes come from the guest (:meth:`hold_changes`). It is known once the backend has started."""
     versions: Mapping[str, str] = MappingProxyType({})
     """The versions of what it runs on, by name, once it is started: the runtime, the engine."""
     known_failures: Mapping[str, str] = MappingProxyType({})
@@ -151,7 +152,8 @@ class Backend(abc.ABC):
         Which of its forms is used, :attr:`projection` says; a copy is on the environment's disk when this returns. Of
         backends with the capability ``layered_workspace``, as the two methods below. The layers stay in use until
         ``list_ids`` does not show the environment any more. :class:`BackendError` when a layer is not there,
-        :class:`LimitExceededError` when a copy does not fit.
+        :class:`LimitExceededError` when a copy does not fit. With the projection ``disk`` :class:`UnsupportedError`,
+        before any effect, for a state that a drive cannot show: then it is imported.
         """
         raise UnsupportedError("layered_workspace", self.name)
 
@@ -163,14 +165,31 @@ class Backend(abc.ABC):
         """
         raise UnsupportedError("layered_workspace", self.name)
 
+    def hold_changes(self, id: str) -> AbstractAsyncContextManager[str | None]:
+        """Freeze every process of a running environment, and give the state that its workspace differs from.
+
+        None for one that has no layers. In the block the workspace is read by :meth:`export_changes` or
+        :meth:`export_workspace`. Inside a block of :meth:`checkpoint` it is a part of that. Of the projection ``disk``,
+        in place of :meth:`hold_workspace`, whose errors it has.
+        """
+        raise UnsupportedError("layered_workspace", self.name)
+
+    async def export_changes(self, id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        """Write what differs from the state that :meth:`hold_changes` gave, in its block, as an OCI image layer.
+
+        :class:`ConflictError`, before anything is written, for differences that a layer cannot express. Stops with
+        :class:`PayloadTooLargeError` when the regular files in it hold more than ``max_bytes``.
+        """
+        raise UnsupportedError("layered_workspace", self.name)
+
     def checkpoint(self, id: str, dest: str) -> AbstractAsyncContextManager[HeldWorkspace | None]:
         """As :meth:`hold_workspace`, and keep what the processes have in memory; the caller commits it inside.
 
-        Without the capability ``layered_workspace`` it gives None: then the workspace is read inside the block by
-        :meth:`export_workspace`, while no process but the daemon goes on. ``dest`` is an empty directory of the
-        caller's, on this host. When the block is left without an error, memory and CPU state are written there and
-        synced, together with what :meth:`restore` needs to know; then the processes go on. On failure ``dest`` holds
-        nothing that counts, and they go on too.
+        Without the capability ``layered_workspace``, and with the projection ``disk``, it gives None: then the
+        workspace is read inside the block by :meth:`export_workspace` or :meth:`hold_changes`, while no process but the
+        daemon goes on. ``dest`` is an empty directory of the caller's, on this host. When the block is left without an
+        error, memory and CPU state are written there and synced, together with what :meth:`restore` needs to know; then
+        the processes go on. On failure ``dest`` holds nothing that counts, and they go on too.
 
         Of backends with the capability ``checkpoint``, as :meth:`restore`. :class:`ConflictError` for what cannot be
         kept, such as a file that is open and deleted; the message names it.
@@ -180,8 +199,8 @@ class Backend(abc.ABC):
     async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
         """As :meth:`create_from`, with processes that go on from the checkpoint in ``src``, which stays unchanged.
 
-        ``workspace`` shows the state that was committed with it, and nothing else; without the capability
-        ``layered_workspace`` it is empty, and what was written to ``dest`` holds the workspace as well. Several
+        ``workspace`` shows the state that was committed with it, and nothing else; where :meth:`checkpoint` gives None
+        it is empty, and what was written to ``dest`` holds the workspace as well. Several
         environments may come from one checkpoint, at once too. :class:`ConflictError`, before any effect, for one of
         another runtime, version, machine or image; the message says which.
         """

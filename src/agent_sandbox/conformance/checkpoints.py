@@ -24,6 +24,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import secrets
 import shutil
 import tarfile
 import time
@@ -380,7 +381,7 @@ class CheckpointSuite(SuiteBase):
             shutil.copytree(state, place, symlinks=True, dirs_exist_ok=True)
             own(place, *owner)
 
-        return PreparedWorkspace((str(state),), fill)
+        return PreparedWorkspace((str(state),), fill, secrets.token_hex(32))
 
     async def restored(self, backend: Backend, kept: Kept, count: int) -> list[Box]:
         """So many environments that go on from a checkpoint, made at once."""

@@ -1,6 +1,7 @@
 """Workspaces that begin as a state: what a sandbox sees and may do in them, and what the host sees of it.
 
-Whether the backend mounts layers or copies the state (``Backend.projection``), the same is asked. An overlay must
+Whether the backend mounts layers, copies the state or shows it on a drive (``Backend.projection``), the same is asked.
+An overlay must
 behave as a plain directory does; where overlayfs by default does not, the kernel's
 Documentation/filesystems/overlayfs.rst ("Non-standard behavior") names the case.
 """
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import pathlib
+import secrets
 import shutil
+import tarfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 import pytest_asyncio
@@ -23,7 +28,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.conformance.box import Box, new_id
 from agent_sandbox.conformance.suite import SuiteBase
 from agent_sandbox.errors import BackendError, ConflictError, NotFoundError, UnsupportedError
-from agent_sandbox.types import PreparedWorkspace
+from agent_sandbox.types import HeldWorkspace, PreparedWorkspace
 
 
 class Layers:
@@ -47,7 +52,8 @@ class Layers:
                     os.chown(pathlib.Path(place) / name, *owner)
         self.high.chmod(0o750)
         os.utime(self.high, ns=(0, 1_234_567_890_123_456_789))
-        self.prepared = PreparedWorkspace((str(self.high), str(self.low)), self.fill)
+        lowers = (str(self.high), str(self.low))
+        self.prepared = PreparedWorkspace(lowers, self.fill, secrets.token_hex(32))
 
     def fill(self, directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
         """Lay out what both layers together show."""
@@ -140,13 +146,18 @@ class LayerSuite(SuiteBase):
         await layered.shell("(while true; do date +%N >> ticks; done) > /dev/null 2>&1 &")
         await layered.shell("until [ -s ticks ]; do sleep 0.01; done")
         ticks = None
-        async with backend.hold_workspace(layered.id) as held:
-            path = pathlib.Path(held.path)
-            assert not held.mapped or backend.capabilities.isolation == "gvisor"  # maps cannot be seen there
-            assert sorted(entry.name for entry in path.iterdir())[:2] == ["d", "f"]
-            ticks = (path / "ticks").stat().st_size
-            await asyncio.sleep(0.3)
-            assert (path / "ticks").stat().st_size == ticks
+        async with holding(backend, layered.id) as held:
+            if isinstance(held, HeldWorkspace):
+                path = pathlib.Path(held.path)
+                assert not held.mapped or backend.capabilities.isolation == "gvisor"  # maps cannot be seen there
+                assert sorted(entry.name for entry in path.iterdir())[:2] == ["d", "f"]
+                ticks = (path / "ticks").stat().st_size
+                await asyncio.sleep(0.3)
+                assert (path / "ticks").stat().st_size == ticks
+            else:
+                ticks = len(await layered.get("ticks"))
+                await asyncio.sleep(0.3)
+                assert len(await layered.get("ticks")) == ticks
         for _ in range(600):
             if len(await layered.get("ticks")) > ticks:
                 break
@@ -155,6 +166,8 @@ class LayerSuite(SuiteBase):
             pytest.fail("the processes did not go on")
 
     async def test_a_shared_writable_map_is_told(self, backend: Backend, layered: Box) -> None:
+        if backend.projection == "disk":
+            pytest.skip("unsupported: the host sees nothing of its workspace")
         program = (
             "import mmap,os,time\nf=open('f','r+b'); m=mmap.mmap(f.fileno(),0); m[:1]=b'H'\n"
             "while not os.path.exists('go'): time.sleep(0.05)\nm.close(); print('unmapped')\n"
@@ -177,7 +190,7 @@ class LayerSuite(SuiteBase):
         await layered.shell("echo kept > f; mv d e; echo more >> one")
         await backend.stop_environment(layered.id)
         with pytest.raises(ConflictError):
-            async with backend.hold_workspace(layered.id):
+            async with holding(backend, layered.id):
                 pass
         await backend.start_environment(layered.id)
         assert await layered.shell("cat f e/x two; ls") == "kept\nx\nlinked\nmore\ne\nf\none\ntwo\n"
@@ -185,17 +198,17 @@ class LayerSuite(SuiteBase):
     async def test_another_process_of_the_server_finds_it_and_what_was_held_goes_on(
         self, backend: Backend, layered: Box, tmp_path: pathlib.Path
     ) -> None:
-        holding = backend.hold_workspace(layered.id)
-        await holding.__aenter__()
+        left = holding(backend, layered.id)
+        await left.__aenter__()
         successor = await self.reopened(backend, tmp_path)
         assert await Box(successor, layered.id, self.spec).shell("cat f") == "high\n"
         assert len(await successor.layers_in_use()) == (2 if successor.projection == "overlay" else 0)
         with contextlib.suppress(BackendError, RuntimeError):  # the old process has no threads any more
-            await holding.__aexit__(None, None, None)
+            await left.__aexit__(None, None, None)
 
     async def test_what_cannot_be(self, backend: Backend, layers: Layers, tmp_path: pathlib.Path) -> None:
         with pytest.raises(NotFoundError):
-            async with backend.hold_workspace(new_id()):
+            async with holding(backend, new_id()):
                 pass
 
         def fail(directory: int, owner: tuple[int, int], unwanted: Callable[[], bool]) -> None:
@@ -204,12 +217,12 @@ class LayerSuite(SuiteBase):
 
         id = new_id()
         with pytest.raises(BackendError, match="layer"):
-            await backend.create_from(id, self.spec, PreparedWorkspace((str(tmp_path / "missing"),), fail))
+            await backend.create_from(id, self.spec, PreparedWorkspace((str(tmp_path / "missing"),), fail, "0" * 64))
         assert id not in await backend.list_ids()
         assert await backend.layers_in_use() == set()
 
     async def test_a_copy_that_nobody_waits_for_ends_and_leaves_nothing(self, backend: Backend) -> None:
-        if backend.projection != "copy":
+        if backend.projection == "overlay":
             pytest.skip("unsupported: it copies nothing")
         begun = threading.Event()
 
@@ -220,13 +233,60 @@ class LayerSuite(SuiteBase):
             raise BackendError("nobody waits")
 
         id = new_id()
-        creating = asyncio.create_task(backend.create_from(id, self.spec, PreparedWorkspace(fill=fill)))
+        creating = asyncio.create_task(backend.create_from(id, self.spec, PreparedWorkspace(fill=fill, state="1" * 64)))
         assert await asyncio.to_thread(begun.wait, 30)
         creating.cancel()
         with pytest.raises(asyncio.CancelledError):
             async with asyncio.timeout(30):
                 await creating
         assert id not in await backend.list_ids()
+
+    async def test_what_differs_comes_from_a_sandbox_whose_disk_is_its_own(
+        self, backend: Backend, layers: Layers, layered: Box
+    ) -> None:
+        if backend.projection != "disk":
+            pytest.skip("unsupported: its workspace is read on the host")
+
+        async def differs() -> dict[str, tarfile.TarInfo]:
+            archive = io.BytesIO()
+
+            async def take(data: bytes) -> None:
+                archive.write(data)
+
+            async with backend.hold_changes(layered.id) as state:
+                assert state == layers.prepared.state
+                await backend.export_changes(layered.id, take, 1 << 30)
+            archive.seek(0)
+            return {info.name: info for info in tarfile.open(fileobj=archive)}
+
+        assert set(await differs()) == {"."}
+        await layered.shell("rm -r d f && mkdir -p d/in && echo new > d/in/new && chmod 711 . && mkfifo f")
+        await layered.shell("rm two one && mkdir one")
+        found = await differs()
+        whiteouts = {".wh.two", "d/.wh..wh..opq", "one/.wh..wh..opq"}
+        assert set(found) == {".", "d", "d/in", "d/in/new", "f", "one"} | whiteouts
+        assert (found["."].mode, found["d/in/new"].size, found["f"].type) == (0o711, 4, tarfile.FIFOTYPE)
+
+    async def test_what_a_layer_cannot_say_is_refused_before_a_byte(self, backend: Backend, layered: Box) -> None:
+        if backend.projection != "disk":
+            pytest.skip("unsupported: its workspace is read on the host")
+        sent: list[bytes] = []
+
+        async def take(data: bytes) -> None:
+            sent.append(data)
+
+        for change, back in (("mv d e", "mv e d"), ("touch .wh.f", "rm .wh.f"), ("echo >> one", "true")):
+            await layered.shell(change)
+            with pytest.raises(ConflictError):
+                async with backend.hold_changes(layered.id):
+                    await backend.export_changes(layered.id, take, 1 << 30)
+            assert not sent
+            await layered.shell(back)
+
+
+def holding(backend: Backend, id: str) -> AbstractAsyncContextManager[HeldWorkspace | str | None]:
+    """Hold a workspace still in the way that the backend has."""
+    return backend.hold_changes(id) if backend.projection == "disk" else backend.hold_workspace(id)
 
 
 class NoLayerSuite(SuiteBase):

@@ -144,9 +144,22 @@ class Guest(Commands):
 
     async def export_tar(self, path: bytes, dest: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ExportReport:
         """Write a directory as a tar stream to ``dest``; at most ``max_bytes`` of regular files."""
+        return await self._export("tar.export", {"max_bytes": max_bytes, "path": path}, dest, max_bytes)
+
+    async def export_changes(self, dest: Callable[[bytes], Awaitable[None]], max_bytes: int) -> ExportReport:
+        """Write what the workspace differs in from the layers below it, as an OCI image layer.
+
+        Its commands must be frozen. :class:`UnsupportedError` where there are no layers, :class:`ConflictError` for
+        what a layer cannot express, before anything was written.
+        """
+        return await self._export("tar.changes", {"max_bytes": max_bytes}, dest, max_bytes)
+
+    async def _export(
+        self, op: str, args: dict[str, Any], dest: Callable[[bytes], Awaitable[None]], max_bytes: int
+    ) -> ExportReport:
         report: list[replies.Exported] = []
         most, size = 2 * max_bytes + 64 * 1024 * 1024, 0
-        pieces = self.download("tar.export", {"max_bytes": max_bytes, "path": path}, replies.Exported, report.append)
+        pieces = self.download(op, args, replies.Exported, report.append)
         async with aclosing(pieces):
             async for piece in pieces:
                 size += len(piece)

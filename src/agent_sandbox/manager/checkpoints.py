@@ -42,7 +42,7 @@ from agent_sandbox.backends.base import Backend
 from agent_sandbox.errors import BackendError, ConflictError, LimitExceededError, SandboxError
 from agent_sandbox.manager.records import SnapshotRecord
 from agent_sandbox.manager.tasks import uninterrupted
-from agent_sandbox.types import Capabilities, SandboxSpec
+from agent_sandbox.types import SandboxSpec
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +96,10 @@ def require_resumable(snapshot: SnapshotRecord, backend: Backend, spec: SandboxS
         raise unusable(snapshot.id, f"they may need the {had.memory_mb} MiB of memory_mb that they were started with")
 
 
-def size_of(spec: SandboxSpec, capabilities: Capabilities) -> int:
-    """What a checkpoint may take, in MiB, beside the runtime's own: memory, and the disk where no layers hold it."""
-    return spec.memory_mb + (0 if capabilities.layered_workspace else spec.disk_mb)
+def size_of(spec: SandboxSpec, backend: Backend) -> int:
+    """What a checkpoint may take, in MiB, beside the runtime's own: memory, and the disk where it is the guest's."""
+    on_host = backend.capabilities.layered_workspace and backend.projection != "disk"
+    return spec.memory_mb + (0 if on_host else spec.disk_mb)
 
 
 class Making:

@@ -1,13 +1,14 @@
-"""How the workspaces of one backend get into the store, and how environments begin as a state of it: two ways.
+"""How the workspaces of one backend get into the store, and how environments begin as a state of it: three ways.
 
 ::
 
                       a state is kept                          an environment begins as a state
     layered     held still, read from this host                mounted over layers, or filled from the store
+    on a disk   held still, its daemon's changes as a layer    mounted over a drive, by the guest's own kernel
     streamed    its daemon's archive, taken apart (pipe.py)    made empty, then filled with an archive
 
-Which one a backend has, its capability ``layered_workspace`` says. Everything else of snapshots is the same for all:
-what is stored, what a rollback does, how states are compared, merged and archived.
+Which one a backend has, its capability ``layered_workspace`` and its ``projection`` say. Everything else of snapshots
+is the same for all: what is stored, what a rollback does, how states are compared, merged and archived.
 
 What differs, and is said in ``docs/design/workspaces.md``: a streamed workspace is read whole each time, while its
 processes go on, so what they write meanwhile may be in it or not; unless their memory is kept as well: then they stand
@@ -24,8 +25,15 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from pathlib import Path
 
 from agent_sandbox.backends.base import Backend
-from agent_sandbox.errors import BackendError, InvalidRequestError, SandboxError
-from agent_sandbox.manager.pipe import Pipe
+from agent_sandbox.errors import (
+    BackendError,
+    ConflictError,
+    InvalidRequestError,
+    NotFoundError,
+    SandboxError,
+    UnsupportedError,
+)
+from agent_sandbox.manager.pipe import PATIENCE_SECONDS, Pipe
 from agent_sandbox.manager.taken import Outcome, Source
 from agent_sandbox.manager.workspaces import Workspaces
 from agent_sandbox.store import Store, Upper
@@ -129,14 +137,34 @@ class Streamed(Keeping):
             yield source
 
     @asynccontextmanager
-    async def _exported(self, env_id: str, limit: int) -> AsyncIterator[Source]:
+    async def _exported(self, env_id: str, limit: int, base: str | None = None) -> AsyncIterator[Source]:
+        """Send the workspace, or where it can be said so what differs in it from the state ``base``."""
         pipe = Pipe()
         reports: list[ExportReport] = []
+        as_changes: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def decide(changes: bool) -> None:
+            if not as_changes.done():
+                as_changes.set_result(changes)
+
+        async def write_changes(data: bytes) -> None:
+            decide(True)
+            await pipe.write(data)
 
         async def export() -> None:
             try:
-                reports.append(await self.backend.export_workspace(env_id, pipe.write, limit))
+                if base is not None:
+                    try:
+                        reports.append(await self.backend.export_changes(env_id, write_changes, limit))
+                    except ConflictError as error:
+                        if as_changes.done():
+                            raise
+                        log.info("environment %s is read whole: %s", env_id, error.message)
+                if not reports:
+                    decide(False)
+                    reports.append(await self.backend.export_workspace(env_id, pipe.write, limit))
             except BaseException as error:
+                decide(False)
                 pipe.end(error)
                 raise
             pipe.end()
@@ -144,13 +172,21 @@ class Streamed(Keeping):
         def read(store: Store, branch: str, progress: Progress, _: bytes | None) -> Outcome:
             limits = Limits(bytes=2 * limit + _SLACK, memory=MAX_NAMES_BYTES)
             try:
-                kept = store.import_tar(branch, pipe.reader(progress), limits=limits, progress=progress)
+                if under is None:
+                    kept = store.import_tar(branch, pipe.reader(progress), limits=limits, progress=progress)
+                else:
+                    kept = store.import_layer(
+                        branch, pipe.reader(progress), limits=limits, progress=progress, under=under
+                    )
             except InvalidRequestError as error:  # nobody asked for this archive: the sandbox made it
                 raise BackendError(f"the workspace that the sandbox sent cannot be kept: {error.message}") from error
+            except NotFoundError as error:
+                raise BackendError(f"{error.message}; take the snapshot again") from error
             return kept, reports[0]
 
         exporting = asyncio.create_task(export(), name=f"export {env_id}")
         try:
+            under = base if await _in_time(as_changes) else None
             yield Source(read, paced=True)
         finally:
             pipe.close()
@@ -175,9 +211,46 @@ class Streamed(Keeping):
             raise BackendError(f"the sandbox does not take the state: {error.message}") from error
 
 
+class Disk(Streamed):
+    """The workspace is on a drive of a guest's, over another one that shows the state that it began with."""
+
+    @asynccontextmanager
+    async def held(self, env_id: str, limit: int, *, memory: str | None = None) -> AsyncIterator[Source]:
+        """Every process stands still while the block runs. What changed since the beginning is sent, and no more.
+
+        The whole is sent of a workspace that began empty, whose first state is gone, or whose changes a layer does not
+        express: a renamed directory, a file of the state that has several names.
+        """
+        still = nullcontext() if memory is None else self.backend.checkpoint(env_id, memory)
+        async with still, self.backend.hold_changes(env_id) as base:
+            known = base if base is not None and await self._has(base) else None
+            async with self._exported(env_id, limit, known) as source:
+                yield source
+
+    async def _has(self, state: str) -> bool:
+        return await self.workspaces.ask(lambda store: store.has(state))
+
+    async def begin(self, env_id: str, spec: SandboxSpec, commit: str, limit: int) -> None:
+        """Nothing is moved but where a drive cannot show the state."""
+        try:
+            await self.backend.create_from(env_id, spec, self.workspaces.copied(commit))
+        except UnsupportedError:
+            await super().begin(env_id, spec, commit, limit)
+
+
+async def _in_time(decided: asyncio.Future[bool]) -> bool:
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            return await decided
+    except TimeoutError:
+        raise BackendError("the sandbox does not send its workspace") from None
+
+
 def keeping(backend: Backend, workspaces: Workspaces) -> Keeping:
     """Give the way of a backend that has been started."""
-    return (Layered if backend.capabilities.layered_workspace else Streamed)(backend, workspaces)
+    if not backend.capabilities.layered_workspace:
+        return Streamed(backend, workspaces)
+    return (Disk if backend.projection == "disk" else Layered)(backend, workspaces)
 
 
 def from_directory(held: HeldWorkspace) -> Source:

@@ -263,7 +263,7 @@ class Manager(Commands, Files, Projects):
                 async with AsyncExitStack() as stack:
                     making = None
                     if memory:
-                        size_mb = size_of(record.spec, backend.capabilities)
+                        size_mb = size_of(record.spec, backend)
                         making = await stack.enter_async_context(
                             self._fleet.checkpoints.making(id, size_mb, self._settings.min_free_mb)
                         )

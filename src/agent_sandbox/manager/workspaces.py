@@ -354,7 +354,7 @@ class Workspaces:
 
             self._opened().lay_out(commit, directory, owner=owner, progress=progress)
 
-        return PreparedWorkspace(fill=fill)
+        return PreparedWorkspace(fill=fill, state=commit)
 
     async def _sync_soon(self) -> None:
         """Sync new layers a moment later, many at once: until then a power loss takes them from who stands on them."""
@@ -514,7 +514,7 @@ class Workspaces:
             if isinstance(result, HeadMoved):
                 raise BackendError("two snapshots of one sandbox were taken at once")
             report = result.report
-            if known and not report.whole:
+            if not report.whole:
                 report = replace(report, bytes=_count(store, result.commit.hex(), known), whole=True)
             if report.bytes > limit:  # known at the end alone: what a sparse file holds is seen by reading it
                 back = next(entry.id for entry in store.log(before.hex()) if not entry.forgotten)

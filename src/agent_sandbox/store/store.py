@@ -206,20 +206,25 @@ class Store:
         expected: bytes | None = None,
         limits: Limits | None = None,
         progress: Progress | None = None,
+        under: str | None = None,
     ) -> Created | UpToDate | HeadMoved:
-        """Apply an OCI layer to the head of a branch; else as :meth:`import_tar`."""
+        """Apply an OCI layer to the state ``under``, or to the branch's own head; else as :meth:`import_tar`.
+
+        The report counts what the layer changes, and is not ``whole``. :class:`NotFoundError` when ``under`` is gone.
+        """
 
         def take(writer: Writer, base: Entry | None, owners: bool) -> Captured:
-            return layers.read_layer(
+            captured = layers.read_layer(
                 file,
                 self._database,
                 writer,
-                base,
+                base if under is None else self._state(under)[1],
                 options=Options(owners=owners),
                 limits=limits,
                 cut=self._cut,
                 progress=progress,
             )
+            return replace(captured, report=replace(captured.report, whole=False))
 
         return branches.advance(self._database, ref, take, note=Note(author, message), expected=expected)
 
@@ -341,6 +346,10 @@ class Store:
     def resolve(self, ref: str) -> bytes:
         """Return the id of the commit that a reference leads to."""
         return refs.resolve(self._database, ref).commit
+
+    def has(self, commit: str) -> bool:
+        """Whether the state of a commit, named by its 64 hexadecimal digits, is there."""
+        return self._database.index.has_state(bytes.fromhex(commit))
 
     def checkout(self, ref: str, directory: Path, *, progress: Progress | None = None) -> None:
         """Make a state appear at ``directory``, which does not exist or is empty.

@@ -2,7 +2,8 @@
 //!
 //! The initramfs holds this program as `/init` and the kernel's modules below `/modules`, named in load order by
 //! `/modules/order`. Drives are known by their serial: `root` is the image, read-only; `workspace` an ext4, of which the
-//! sandbox gets one directory; `config` what [`super::identity`] reads. A monitor that gives no serials says on the kernel's
+//! sandbox gets one directory; `config` what [`super::identity`] reads; `layers` an EROFS that the workspace is mounted
+//! over, where the identity says that there are layers, and nothing else. A monitor that gives no serials says on the kernel's
 //! command line which drive is which, and whether there is a port or a vsock; the kernel hands on what it does not
 //! know as this program's environment. What only the daemon needs (the config drive, the
 //! port, the files under `/etc` that change with the machine) is opened here and has no name that a command could reach:
@@ -12,14 +13,16 @@
 use super::group::Group;
 use super::identity::Identity;
 use super::vsock;
-use rustix::fs::{CWD, FileType, Gid, Mode, OFlags, Uid, chown, makedev, mknodat, symlink};
+use rustix::fs::{
+    CWD, FileType, Gid, Mode, OFlags, Timespec, Timestamps, Uid, XattrFlags, chown, makedev, mknodat, symlink,
+};
 use rustix::io::Errno;
-use rustix::mount::{MountFlags, mount, mount_bind, mount_move, mount_remount};
+use rustix::mount::{MountFlags, UnmountFlags, mount, mount_bind, mount_move, mount_remount};
 use rustix::process::{Resource, Rlimit, chdir, chroot, setrlimit};
 use std::ffi::{CStr, CString};
 use std::fs::{File, OpenOptions, create_dir_all, read_dir, read_to_string, remove_file, write};
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -30,6 +33,8 @@ const NOFILE: u64 = 20_000;
 const DRIVES_TIME: Duration = Duration::from_secs(20);
 const LOOK: Duration = Duration::from_millis(2);
 const MIB: u64 = 1 << 20;
+/// The most that the kernel gives of one attribute, or of all names of a file's.
+const XATTR_BYTES: usize = 64 << 10;
 const MAX_SHM: u64 = 64 * MIB;
 const PORT_NAME: &str = "sandboxd";
 /// Words of the kernel's command line. `vsock` listens there; anything else means the port.
@@ -40,6 +45,12 @@ const NEW: &str = "/newroot";
 const ASIDE: &str = "/aside";
 /// Where the daemon writes control groups.
 const GROUPS: &str = "/groups";
+/// Where layers below a workspace are mounted, in the initramfs.
+const LOWER: &str = "/lower";
+/// As an overlay of the host's has them (`backends/linux/overlay.py`).
+const OVERLAY_OPTIONS: &str = "redirect_dir=on,index=on,metacopy=off,xino=on";
+/// The kernel's ioctl that drops what it has cached of a drive (include/uapi/linux/fs.h).
+const BLKFLSBUF: libc::c_ulong = 0x1261;
 /// The same as in a container.
 const MASKED: [&str; 22] = [
     "/proc/acpi",
@@ -84,6 +95,7 @@ pub enum Channel {
 pub struct Booted {
     pub identity: Identity,
     pub config_drive: OwnedFd,
+    pub layers: Layers,
     pub channel: Channel,
     pub hostname: File,
     pub hosts: File,
@@ -95,6 +107,86 @@ pub struct Booted {
 pub fn own_workspace(path: &str, uid: u32, gid: u32) -> Result<(), String> {
     chown(path, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid)))
         .map_err(|errno| format!("cannot give {path} to its user: {errno}"))
+}
+
+/// What a workspace over layers is made of, once the machine knows that it has some: ways into the initramfs.
+pub struct Layers {
+    before: OwnedFd,
+    drive: OwnedFd,
+}
+
+impl Layers {
+    fn open() -> Result<Layers, String> {
+        create_dir_all(LOWER).map_err(|error| format!("{LOWER}: {error}"))?;
+        let path = drive("layers")?;
+        let open = |path: &str, flags: OFlags| {
+            rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())
+                .map_err(|errno| format!("{path}: {errno}"))
+        };
+        Ok(Layers { before: open("/", OFlags::PATH | OFlags::DIRECTORY)?, drive: open(&path, OFlags::RDONLY)? })
+    }
+
+    /// Where a path of the initramfs is, now that the root is another one.
+    fn place(&self, path: &str) -> String {
+        format!("/proc/self/fd/{}{path}", self.before.as_raw_fd())
+    }
+
+    /// Show the workspace's drive over the layers, and give the directory that holds the changes.
+    ///
+    /// Nobody may have been in the workspace yet. The drive of layers was another one while this machine was a template.
+    pub fn mount(&self) -> Result<OwnedFd, String> {
+        // SAFETY: no argument is read.
+        if unsafe { libc::ioctl(self.drive.as_raw_fd(), BLKFLSBUF, 0) } < 0 {
+            return Err(format!("the layers' drive: {}", std::io::Error::last_os_error()));
+        }
+        let (lower, upper, work) =
+            (self.place(LOWER), self.place(&format!("{ASIDE}/workspace")), self.place(&format!("{ASIDE}/work")));
+        let device = format!("/proc/self/fd/{}", self.drive.as_raw_fd());
+        attach(&device, &lower, "erofs", DATA | MountFlags::RDONLY, c"")?;
+        if std::fs::symlink_metadata(&work).is_err() {
+            take_after(&lower, &upper)?;
+        }
+        require_directory(&work)?;
+        require_directory(&upper)?;
+        rustix::mount::unmount("/workspace", UnmountFlags::empty())
+            .map_err(|errno| format!("cannot replace /workspace: {errno}"))?;
+        let options = text(&format!("lowerdir={lower},upperdir={upper},workdir={work},{OVERLAY_OPTIONS}"))?;
+        attach("overlay", "/workspace", "overlay", DATA | MountFlags::NOATIME, &options)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        rustix::fs::open(&upper, flags, Mode::empty()).map_err(|errno| format!("the workspace's changes: {errno}"))
+    }
+
+    /// Let no more be written to the workspace's drive.
+    pub fn close(&self) {
+        let _ = mount_remount("/workspace", MountFlags::RDONLY, c"");
+        let _ = mount_remount(self.place(ASIDE), MountFlags::RDONLY, c"");
+    }
+}
+
+/// Give the directory that holds the changes what the layers' own root has, before there are any.
+fn take_after(lower: &str, upper: &str) -> Result<(), String> {
+    let failed = |what: &str, errno: Errno| format!("the workspace's own {what}: {errno}");
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let open = |path: &str| rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| failed("directory", errno));
+    let (lower, upper) = (open(lower)?, open(upper)?);
+    let stat = rustix::fs::fstat(&lower).map_err(|errno| failed("state", errno))?;
+    let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
+    rustix::fs::fchown(&upper, Some(uid), Some(gid)).map_err(|errno| failed("owner", errno))?;
+    let mut list = vec![0u8; XATTR_BYTES];
+    let size = rustix::fs::flistxattr(&lower, &mut list[..]).map_err(|errno| failed("attributes", errno))?;
+    for name in list[..size].split(|&byte| byte == 0).filter(|name| name.starts_with(b"user.")) {
+        let mut value = vec![0u8; XATTR_BYTES];
+        rustix::fs::fgetxattr(&lower, name, &mut value[..])
+            .and_then(|size| rustix::fs::fsetxattr(&upper, name, &value[..size], XattrFlags::empty()))
+            .map_err(|errno| failed("attributes", errno))?;
+    }
+    rustix::fs::fchmod(&upper, Mode::from_raw_mode(stat.st_mode & 0o7777)).map_err(|errno| failed("mode", errno))?;
+    let time = |tv_sec: i64, tv_nsec: u64| Timespec { tv_sec, tv_nsec: tv_nsec as _ };
+    let times = Timestamps {
+        last_access: time(stat.st_mtime, stat.st_mtime_nsec),
+        last_modification: time(stat.st_mtime, stat.st_mtime_nsec),
+    };
+    rustix::fs::futimens(&upper, &times).map_err(|errno| failed("time", errno))
 }
 
 /// Change the size of `/tmp`. Where more is in it already, it stays as it is until that is gone.
@@ -115,6 +207,7 @@ pub fn boot() -> Result<Booted, String> {
     load_modules()?;
     let config_drive = open_drive(&drive("config")?)?;
     let identity = Identity::read(&config_drive)?;
+    let layers = Layers::open()?;
     let channel = open_channel()?;
     create_dir_all(GROUPS).map_err(|error| format!("{GROUPS}: {error}"))?;
     attach("cgroup2", GROUPS, "cgroup2", QUIET, c"")?;
@@ -126,6 +219,7 @@ pub fn boot() -> Result<Booted, String> {
     let [hostname, hosts, machine_id] = files;
     let booted = Booted {
         config_drive,
+        layers,
         channel,
         hostname: hostname?,
         hosts: hosts?,

@@ -22,6 +22,8 @@ pub struct Identity {
     pub machine_id: String,
     pub entropy: [u8; 64],
     pub tmp_bytes: u64,
+    /// The workspace is mounted over what is on the drive of layers.
+    pub layered: bool,
 }
 
 /// `O_DIRECT` takes memory that is aligned as the drive's blocks are.
@@ -62,6 +64,7 @@ impl Identity {
             machine_id: machine_id.to_string(),
             entropy: map.bin("entropy")?.try_into().ok()?,
             tmp_bytes: map.uint("tmp_bytes")?,
+            layered: map.uint("layered").is_some_and(|layered| layered != 0),
         })
     }
 }

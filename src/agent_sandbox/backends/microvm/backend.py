@@ -34,6 +34,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agent_sandbox.backends.base import ByteSink
 from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
 from agent_sandbox.backends.linux import cgroups
 from agent_sandbox.backends.linux.changes import Changes
@@ -55,6 +57,7 @@ from agent_sandbox.backends.microvm import checkpoints
 from agent_sandbox.backends.microvm.config_image import MIB
 from agent_sandbox.backends.microvm.firecracker import FirecrackerMonitor
 from agent_sandbox.backends.microvm.inspecting import details
+from agent_sandbox.backends.microvm.layers import Layers
 from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, Monitor
 from agent_sandbox.backends.microvm.places import Environment, Places, Record
 from agent_sandbox.backends.microvm.qemu import QemuMonitor
@@ -73,7 +76,15 @@ from agent_sandbox.errors import (
 from agent_sandbox.guest import HELLO_SECONDS, Carrier
 from agent_sandbox.images import ImageRoot, ImageStore
 from agent_sandbox.images.machine import Kernel, MachineImages, MachineRoot
-from agent_sandbox.types import Capabilities, EnvironmentInfo, ImagePull, PreparedWorkspace, ResolvedImage, SandboxSpec
+from agent_sandbox.types import (
+    Capabilities,
+    EnvironmentInfo,
+    ExportReport,
+    ImagePull,
+    PreparedWorkspace,
+    ResolvedImage,
+    SandboxSpec,
+)
 
 T = TypeVar("T")
 
@@ -99,6 +110,7 @@ class MicrovmBackend(GuestBackend):
     """Sandboxes as microVMs of one monitor. See the contract in ``base.py``."""
 
     name = "qemu"
+    projection = "disk"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -108,6 +120,7 @@ class MicrovmBackend(GuestBackend):
         self._monitor = self._make_monitor()
         self._blanks = BlankDisks(self._places.templates)
         self._templates = Templates(settings.machine_directory() / "template")
+        self._layers = Layers(self._places.layers, self.name, settings.checkout_cache_mb << 20)
         self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
         self._machine_images = MachineImages(settings.machine_directory())
         self._roots = Roots(self._machine_images)
@@ -143,6 +156,7 @@ class MicrovmBackend(GuestBackend):
         self._places.prepare()
         self._blanks.clear()
         self._templates.clear()
+        self._layers.prepare()
         # Others of this server's backends run from skeletons of the host image: all that there are stay.
         self._images.prepare(in_use=set(self._places.data_dir.glob("images/host/*/rootfs")))
         self._machine_images.prepare()
@@ -165,6 +179,7 @@ class MicrovmBackend(GuestBackend):
         await self._roots.close()
         await self._removals.close(_CLOSE_SECONDS)
         await self._monitor.close()
+        self._layers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for root in self._hierarchies.all():
             with contextlib.suppress(OSError):
@@ -189,6 +204,10 @@ class MicrovmBackend(GuestBackend):
         self._check(id, spec)
         await self._make(id, self._create(id, spec))
 
+    async def create_from(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace) -> None:
+        self._check(id, spec)
+        await self._make(id, self._create(id, spec, workspace))
+
     async def _make(self, id: str, creation: Coroutine[Any, Any, None]) -> None:
         if id in self._removals or self._places.environment(id).directory.exists():
             creation.close()
@@ -211,12 +230,15 @@ class MicrovmBackend(GuestBackend):
             remedy = "this kernel lacks the control group; AGENT_SANDBOX_ALLOW_UNENFORCED=true accepts that"
             raise UnsupportedError("limit cpus", self.name, remedy)
 
-    async def _create(self, id: str, spec: SandboxSpec, saved: Path | None = None) -> None:
+    async def _create(
+        self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace | None = None, saved: Path | None = None
+    ) -> None:
         environment = self._places.environment(id)
         try:
             async with translated("creating the sandbox"):
                 image, root = await self._root(spec)
                 record = await self._thread(self._record_new, environment, spec, image, root)
+                await self._give_layers(environment, spec, workspace, saved)
                 if saved is None:
                     await self._build(environment, record)
                 else:
@@ -224,6 +246,29 @@ class MicrovmBackend(GuestBackend):
         except BaseException:
             await settled(asyncio.ensure_future(self._undo(id)))
             raise
+
+    async def _give_layers(
+        self, environment: Environment, spec: SandboxSpec, workspace: PreparedWorkspace | None, saved: Path | None
+    ) -> None:
+        """Give the environment its drive of layers, made where nobody has begun with that state before."""
+        place, key = environment.layers, ""
+        if saved is not None:
+            key = (await self._thread(checkpoints.read, saved)).layers
+            if key:
+                await self._thread(self._layers.link_known, key, place)
+        elif workspace is not None:
+            fill, unwanted = workspace.fill, threading.Event()
+            if fill is None:
+                raise UnsupportedError("layered_workspace", self.name, "its layers are a drive of their own")
+            owner = (spec.uid, spec.gid)
+            making = asyncio.get_running_loop().run_in_executor(
+                self._pool, self._layers.link, workspace.state, owner, fill, unwanted.is_set, place
+            )
+            key = await settled(making, unwanted.set)
+        if key:
+            await self._thread(environment.write_layers_key, key)
+        else:
+            await self._thread(self._layers.link_blank, place)
 
     async def _root(self, spec: SandboxSpec) -> tuple[ImageRoot, MachineRoot]:
         image = await self._thread(self._images.open, spec.image, spec.image_digest)
@@ -253,6 +298,8 @@ class MicrovmBackend(GuestBackend):
         """Boot a machine that has no key, in the environment's own places, and save it once it waits for one."""
         await self._thread(lambda: environment.make_workspace(self._blanks.get(record.spec.disk_mb)))
         spec = await self._thread(self._furnish, environment, record, False)
+        # What a template has read of its drives is in all that go on from it.
+        spec = replace(spec, layers=self._layers.blank)
         machine = await self._monitor.start(spec, self._adopting(environment))
         try:
             await self._idle(machine)
@@ -322,6 +369,7 @@ class MicrovmBackend(GuestBackend):
             root=environment.root,
             workspace=environment.workspace,
             config=environment.config,
+            layers=environment.layers,
             memory_mb=spec.memory_mb + _KERNEL_MB,
             vcpus=max(1, math.ceil(spec.cpus)),
             directory=environment.run,
@@ -440,6 +488,8 @@ class MicrovmBackend(GuestBackend):
             return
         try:
             await self._halt(id)
+            if not await self._thread(environment.layers.exists):
+                await self._thread(self._layers.link_blank, environment.layers)
             if not await self._thread(self._places.ranges.keep, record.user, environment.directory):
                 raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
             await self._boot(environment, record)
@@ -455,32 +505,59 @@ class MicrovmBackend(GuestBackend):
     @contextlib.asynccontextmanager
     async def checkpoint(self, id: str, dest: str) -> AsyncGenerator[None, None]:
         record, environment, place = await self._known(id), self._places.environment(id), Path(dest)
+        layers = await self._thread(environment.layers_key)
+        try:
+            async with self._holding(id) as machine:
+                yield None
+                async with translated("keeping the processes' memory"):
+                    await self._monitor.pause(machine)
+                    await self._monitor.save(machine, self._machine_spec(environment, record).memory_mb, place)
+                    await self._thread(checkpoints.keep_disk, environment.workspace, place)
+            async with translated("keeping the processes' memory"):
+                if layers:
+                    await self._thread(self._layers.keep, layers, place / checkpoints.LAYERS)
+                made = self._made(environment, record, await self._thread(environment.root_key))
+                await self._thread(checkpoints.seal, place, replace(made, layers=layers))
+        except BaseException:
+            await self._thread(checkpoints.discard, place)
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _holding(self, id: str) -> AsyncGenerator[Machine, None]:
+        """Hold what runs inside still. One that a server left so goes on when the next one starts."""
+        environment = self._places.environment(id)
         machine = await self._thread(self._machine, id)
         if machine is None:
             raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
         if id in self._held:
-            raise ConflictError("another checkpoint of the sandbox is being made")
+            raise ConflictError("the sandbox is held still for another snapshot")
         self._held.add(id)
         try:
             try:
                 async with translated("holding the sandbox still"):
                     await self._thread(environment.hold)
                     await (await self._guest(id)).freeze()
-                yield None
-                async with translated("keeping the processes' memory"):
-                    await self._monitor.pause(machine)
-                    await self._monitor.save(machine, self._machine_spec(environment, record).memory_mb, place)
-                    await self._thread(checkpoints.keep_disk, environment.workspace, place)
+                yield machine
             finally:
                 await settled(asyncio.ensure_future(self._go_on_after(id, machine)))
-            async with translated("keeping the processes' memory"):
-                made = self._made(environment, record, await self._thread(environment.root_key))
-                await self._thread(checkpoints.seal, place, made)
-        except BaseException:
-            await self._thread(checkpoints.discard, place)
-            raise
         finally:
             self._held.discard(id)
+
+    @contextlib.asynccontextmanager
+    async def hold_changes(self, id: str) -> AsyncGenerator[str | None, None]:
+        await self._known(id)
+        state = (await self._thread(self._places.environment(id).layers_key)).partition("-")[0] or None
+        if id in self._held:  # by a checkpoint, whose part this is
+            yield state
+            return
+        async with self._holding(id):
+            yield state
+
+    async def export_changes(self, id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        return await (await self._guest(id)).export_changes(dest, max_bytes)
+
+    async def layers_in_use(self) -> set[str]:
+        return set()  # nobody else makes or removes them
 
     async def _go_on_after(self, id: str, machine: Machine) -> None:
         """Let a machine go on that was held to be saved, and what is frozen in it."""
@@ -506,7 +583,7 @@ class MicrovmBackend(GuestBackend):
             made = await self._thread(checkpoints.read, Path(src))
             _, root = await self._root(spec)
         checkpoints.require(made, self._made(self._places.environment(id), Record(id, spec, 0), root.key))
-        await self._make(id, self._create(id, spec, Path(src)))
+        await self._make(id, self._create(id, spec, saved=Path(src)))
 
     # -- looking -----------------------------------------------------------------------
 

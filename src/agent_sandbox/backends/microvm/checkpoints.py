@@ -6,6 +6,7 @@
     ├── memory           the guest's memory, sparse (see memory.py)
     ├── state            its devices' and processors', as the monitor writes it
     ├── disk             the workspace's drive at the same moment, sparse
+    ├── layers           another name of the mark that keeps what it is mounted over (layers.py); where there is that
     └── manifest.json    written last: without it there is no saved machine
 
 The manifest holds facts that must be the same where the machine goes on: the monitor and its version, the processor
@@ -30,8 +31,8 @@ from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Fact
 from agent_sandbox.errors import ConflictError
 from agent_sandbox.types import SandboxSpec
 
-VERSION = 1
-MANIFEST, DISK = "manifest.json", "disk"
+VERSION = 2
+MANIFEST, DISK, LAYERS = "manifest.json", "disk", "layers"
 _MANIFEST_BYTES = 64 * 1024
 MIB = 1024 * 1024
 
@@ -41,7 +42,8 @@ class Made:
     """What a saved machine was made of. Sizes are in MiB; ``kernel`` is its version, ``root`` names its content.
 
     A template, which has no key yet, has none of what a key brings: there ``user``, ``pids_limit``, ``tmp_mb`` and
-    ``guest_mb`` (the commands' share of the memory) are empty.
+    ``guest_mb`` (the commands' share of the memory) are empty. ``layers`` names what the workspace is mounted over, and
+    must not be the same: it is what goes on as well.
     """
 
     version: int = VERSION
@@ -56,6 +58,7 @@ class Made:
     guest_mb: int = 0
     pids_limit: int = 0
     tmp_mb: int = 0
+    layers: str = ""
 
 
 _WORDS = {
@@ -99,6 +102,8 @@ def template_of(made: Made, boots: str) -> Made:
 def require(made: Made, wanted: Made) -> None:
     """Raise :class:`ConflictError` when what was saved cannot go on as what is wanted; the message says why not."""
     for field in fields(Made):
+        if field.name not in _WORDS:
+            continue
         before, now = getattr(made, field.name), getattr(wanted, field.name)
         if before != now:
             raise ConflictError(

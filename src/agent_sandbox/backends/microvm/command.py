@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from agent_sandbox.backends.microvm.monitor import Facts, MachineSpec
 
-LAYOUT = 1
+LAYOUT = 2
 TB_CACHE_MB = 64
 """Of translated code, per machine under TCG. QEMU's own default is up to 1 GiB of the host's memory."""
 GUEST_PORT = "sandboxd"
@@ -34,8 +34,9 @@ class Given(IntEnum):
     ROOT = 7
     WORKSPACE = 8
     CONFIG = 9
-    MEMORY = 10
-    STATE = 11
+    LAYERS = 10
+    MEMORY = 11
+    STATE = 12
 
 
 def arguments(spec: MachineSpec, facts: Facts, *, goes_on: bool, tsc_khz: int | None) -> list[str]:
@@ -63,6 +64,7 @@ def arguments(spec: MachineSpec, facts: Facts, *, goes_on: bool, tsc_khz: int | 
         *_drive(Given.ROOT, "root", read_only=True),
         *_drive(Given.WORKSPACE, "workspace", read_only=False),
         *_drive(Given.CONFIG, "config", read_only=True),
+        *_drive(Given.LAYERS, "layers", read_only=True),
         *("-device", "virtio-serial-device,max_ports=2"),
         *("-chardev", f"socket,id=guest,fd={Given.GUEST:d},server=on,wait=off"),
         *("-device", f"virtserialport,chardev=guest,name={GUEST_PORT}"),

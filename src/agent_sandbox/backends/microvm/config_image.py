@@ -34,8 +34,11 @@ def new_identity() -> Identity:
     return Identity(secrets.token_bytes(INSTANCE_BYTES), secrets.token_hex(16), secrets.token_bytes(ENTROPY_BYTES))
 
 
-def config_image(id: str, spec: SandboxSpec, key: bytes | None, identity: Identity) -> bytes:
-    """The drive's content for environment ``id``, :data:`SIZE` bytes; ``key`` is None for a template."""
+def config_image(id: str, spec: SandboxSpec, key: bytes | None, identity: Identity, *, layered: bool = False) -> bytes:
+    """The drive's content for environment ``id``, :data:`SIZE` bytes; ``key`` is None for a template.
+
+    ``layered``: its workspace is mounted over the drive of layers.
+    """
     told = {
         "uid": spec.uid,
         "gid": spec.gid,
@@ -46,6 +49,7 @@ def config_image(id: str, spec: SandboxSpec, key: bytes | None, identity: Identi
         "machine_id": identity.machine_id,
         "entropy": identity.entropy,
         "tmp_bytes": spec.tmp_mb * MIB,
+        "layered": int(layered),
         **({} if key is None else {"key": key}),
     }
     text = msgspec.msgpack.encode(told)

@@ -20,7 +20,7 @@ Strategy
     spec.jail/base                             the memory that the monitor counts changes from
     spec.jail/<program>/<id>/root/             the monitor's root
     ├── api.sock, guest.sock                   its sockets
-    ├── kernel, initrd, root, workspace, config
+    ├── kernel, initrd, root, workspace, config, layers
     └── memory, state                          of a machine that goes on
     spec.directory/jail                        leads to that root
 
@@ -290,6 +290,7 @@ def _furnish(root: Path, spec: MachineSpec, saved: Path | None) -> int:
     _give(spec.kernel, root / "kernel", spec)
     _give(spec.initrd, root / "initrd", spec)
     _give(spec.root, root / "root", spec)
+    _give(spec.layers, root / "layers", spec)
     _give(spec.config, root / "config", spec, group_only=True)
     os.chown(spec.workspace, spec.uid, spec.gid)
     _link(spec.workspace, root / "workspace")

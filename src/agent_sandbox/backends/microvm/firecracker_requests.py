@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 
 from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, MachineSpec
 
-LAYOUT = 1
-DRIVES = ("root", "workspace", "config")
+LAYOUT = 2
+DRIVES = ("root", "workspace", "config", "layers")
 """In the order in which the guest finds them."""
 API_SOCKET, GUEST_SOCKET = "api.sock", "guest.sock"
 SAVED_MEMORY, SAVED_STATE = f"{MEMORY_FILE}.new", f"{STATE_FILE}.new"

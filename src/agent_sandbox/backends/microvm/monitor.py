@@ -39,10 +39,11 @@ class MachineSpec:
     """One machine: what it boots, its drives and its size.
 
     ``kernel`` and ``initrd`` must be readable by everybody, the drives need not; the directories above them may be
-    closed. ``root`` (read-only), ``workspace`` and ``config`` (read-only) are raw images, which the guest finds by
-    these names as serial numbers. ``memory_mb`` is all of its memory in MiB. ``directory`` is the server's own and
-    there already: it gets the monitor's sockets, or a link to where they are. ``jail`` is not there yet: a directory
-    beside the drives that is the monitor's root, where it has one of its own. The monitor runs as ``uid`` and ``gid``.
+    closed. ``root`` (read-only), ``workspace``, ``config`` (read-only) and ``layers`` (read-only) are raw images, which
+    the guest finds by these names as serial numbers, or by their order. ``memory_mb`` is all of its memory in MiB.
+    ``directory`` is the server's own and there already: it gets the monitor's sockets, or a link to where they are.
+    ``jail`` is not there yet: a directory beside the drives that is the monitor's root, where it has one of its own.
+    The monitor runs as ``uid`` and ``gid``.
     """
 
     kernel: Path
@@ -50,6 +51,7 @@ class MachineSpec:
     root: Path
     workspace: Path
     config: Path
+    layers: Path
     memory_mb: int
     vcpus: int
     directory: Path

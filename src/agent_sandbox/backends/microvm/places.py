@@ -7,10 +7,12 @@
     ├── key                                 0600, the 32 bytes that prove either side of the wire to the other
     ├── config.img                          0600, the drive that tells the daemon its key (config_image.py)
     ├── root.erofs, root.key                the image's content: another name of the file that all have who share it
+    ├── layers.erofs, layers.key            what the workspace is mounted over, as well; no key where there is nothing
     ├── workspace.img                       0600, the drive that the guest writes; never mounted on this host
     └── jail/                               what its monitor has as its root, where it has one of its own
     DATA_DIR/<backend>/kernel/              names of the files that machines boot from, so that they stay
     DATA_DIR/<backend>/templates/           blank disks by size
+    DATA_DIR/<backend>/layers/              states of workspaces as drives (layers.py)
     /run/agent-sandbox/<here>/vm/<id>/      0700: the monitor's sockets, which process it is, and whether it is held
     agent-sandbox-<here>/<id>               its control group, in the hierarchies that it needs
     /var/lib/agent-sandbox-ids/             ranges of host ids, shared by all servers; a monitor runs as one of its own
@@ -75,11 +77,13 @@ class Environment:
         self.workspace = directory / "workspace.img"
         self.config = directory / "config.img"
         self.root = directory / "root.erofs"
+        self.layers = directory / "layers.erofs"
         self.jail = directory / "jail"
         self._record = directory / "spec.json"
         self._key = directory / "key"
         self._process = run / "process.json"
         self._root_key = directory / "root.key"
+        self._layers_key = directory / "layers.key"
         self._held = run / "held"
 
     def reserve(self) -> None:
@@ -151,6 +155,17 @@ class Environment:
         except OSError as error:
             raise BackendError(f"what the root of environment {self.id} is made of is not known any more") from error
 
+    def write_layers_key(self, key: str) -> None:
+        """Note what names the state on the drive of layers."""
+        _write(self._layers_key, key.encode())
+
+    def layers_key(self) -> str:
+        """What names the state that the workspace is mounted over; empty where it is mounted over nothing."""
+        try:
+            return self._layers_key.read_text()
+        except FileNotFoundError:
+            return ""
+
     def make_workspace(self, source: Path) -> None:
         """Make the workspace's drive, in the place of an earlier one: as blank or as full as ``source``."""
         self.workspace.unlink(missing_ok=True)
@@ -160,7 +175,7 @@ class Environment:
         """Write the configuration's drive, with a fresh identity, in the place of an earlier one."""
         self.config.unlink(missing_ok=True)
         key = self.key() if keyed else None
-        _write(self.config, config_image(self.id, record.spec, key, new_identity()))
+        _write(self.config, config_image(self.id, record.spec, key, new_identity(), layered=bool(self.layers_key())))
 
     def hold(self) -> None:
         """Note that what runs inside is frozen, or the machine paused, for as long as it takes to save it."""
@@ -219,6 +234,7 @@ class Places:
         self.home = self.data_dir / backend
         self.environments = self.home / "env"
         self.templates = self.home / "templates"
+        self.layers = self.home / "layers"
         self._kernels = self.home / "kernel"
         self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
         here = f"{self.instance}-{backend}"

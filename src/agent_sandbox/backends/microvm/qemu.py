@@ -257,7 +257,12 @@ class QemuMonitor:
             if not file.stat().st_mode & 0o004:
                 raise BackendError(f"{file} must be readable by everybody; run: chmod 644 {file}")
         sockets = [_listen(listening, spec.directory / name) for name in (QMP_SOCKET, GUEST_SOCKET)]
-        drives = ((spec.root, os.O_RDONLY), (spec.workspace, os.O_RDWR), (spec.config, os.O_RDONLY))
+        drives = (
+            (spec.root, os.O_RDONLY),
+            (spec.workspace, os.O_RDWR),
+            (spec.config, os.O_RDONLY),
+            (spec.layers, os.O_RDONLY),
+        )
         files = [
             owned(stack, os.open(path, flags | os.O_CLOEXEC))
             for path, flags in ((spec.kernel, os.O_RDONLY), (spec.initrd, os.O_RDONLY), *drives)

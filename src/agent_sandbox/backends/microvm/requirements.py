@@ -42,8 +42,7 @@ def capabilities(facts: Facts | None, has_cpu_limit: bool) -> Capabilities:
         "pids": "kept by the guest's kernel",
         "network": _NETWORK,
         "userns": "a guest's processes are none of the host's; each monitor has a host id of its own",
-        "layered_workspace": "a workspace is a disk of the guest's, which the host never mounts: it begins and is kept "
-        "as an archive",
+        "layered_workspace": "a state with files that have large holes is copied, as an archive",
     }
     if has_cpu_limit:
         limits.add("cpus")
@@ -58,6 +57,7 @@ def capabilities(facts: Facts | None, has_cpu_limit: bool) -> Capabilities:
         network=frozenset({"none"}),
         userns=False,
         guest=True,
+        layered_workspace=True,
         checkpoint=True,
         notes=notes,
     )

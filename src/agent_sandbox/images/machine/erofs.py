@@ -1,10 +1,10 @@
 """Making an EROFS file system of a directory, and telling whether a file is the one that was made.
 
 The file is not compressed: under emulation unpacking costs more than reading, and machines share what the host has
-cached of it. Times are kept, or interpreters would compile everything anew; extended attributes are not, as in every
-image here. The same files give the same bytes, so that a machine's memory fits a file that was made again: the file
-system's id is made from what it is of, and its own time is put back to 0 (mkfs.erofs 1.5 can only give that time to
-every file, too), for which its superblock has no checksum.
+cached of it. Times are kept, or interpreters would compile everything anew; extended attributes are not where nobody
+asks for them, as in every image here. The same files give the same bytes, so that a machine's memory fits a file that
+was made again: the file system's id is made from what it is of, and its own time is put back to 0 (mkfs.erofs 1.5 can
+only give that time to every file, too), for which its superblock has no checksum.
 
 Superblock: at 1024 bytes, little-endian; the kernel's fs/erofs/erofs_fs.h.
 """
@@ -38,13 +38,23 @@ def require() -> None:
         raise BackendError(f"mkfs.erofs is not installed; {INSTALL}")
 
 
-def make(target: Path, rootfs: Path, binds: Sequence[tuple[Path, str]], key: str, tick: Tick) -> None:
+def make(
+    target: Path,
+    rootfs: Path,
+    binds: Sequence[tuple[Path, str]],
+    key: str,
+    tick: Tick,
+    *,
+    attributes: bool = False,
+) -> None:
     """Write ``target`` from the directory ``rootfs``, with the directories ``binds`` shown in it.
+
+    ``attributes``: with the extended attributes that files have.
 
     :class:`LimitExceededError` when the disk is full, :class:`InvalidRequestError` when the tree cannot be packed.
     """
     require()
-    options = ["--quiet", "-x-1", "-Enosbcrc", f"-U{_id(key)}"]
+    options = ["--quiet", "-x2" if attributes else "-x-1", "-Enosbcrc", f"-U{_id(key)}"]
     argv = ["mkfs.erofs", *options, str(target), str(rootfs)]
     if binds:
         shown = [word for source, inside in binds for word in (str(source), f"{rootfs}/{inside.lstrip('/')}")]
@@ -53,7 +63,7 @@ def make(target: Path, rootfs: Path, binds: Sequence[tuple[Path, str]], key: str
         tools.run(argv, target.parent, tick, install=INSTALL)
     except ToolFailedError as error:
         if "space left" in error.message.lower():
-            raise LimitExceededError("the disk is full: the image's root file system was not made") from error
+            raise LimitExceededError("the disk is full: the file system was not made") from error
         raise InvalidRequestError(f"the image cannot be packed for a microVM: {error.message}") from error
     if is_whole(target, key):
         with target.open("r+b") as file:
