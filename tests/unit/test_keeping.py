@@ -7,16 +7,19 @@ import io
 import tarfile
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_sandbox.backends.base import ByteSink
-from agent_sandbox.errors import BackendError, PayloadTooLargeError, SandboxError
+from agent_sandbox.errors import BackendError, ConflictError, PayloadTooLargeError, SandboxError
 from agent_sandbox.manager import keeping, pipe
 from agent_sandbox.manager.pipe import Pipe
 from agent_sandbox.manager.policy import CreateOptions
+from agent_sandbox.store import Store
 from agent_sandbox.types import ExportReport
 from tests.unit.manager_harness import Server, kept_states, serving
 
@@ -228,3 +231,123 @@ async def test_a_pipes_writer_ends_when_nobody_reads() -> None:
     held.close()
     with pytest.raises(BackendError, match="nobody"):
         await writing
+
+
+class OnDisk:
+    """What the server's backend does where the workspace is the guest's: ``differs`` sends, ``whole`` sends instead."""
+
+    def __init__(self, server: Server, patch: pytest.MonkeyPatch, differs: Export, state: str | None = None) -> None:
+        self.held = self.sent_whole = 0
+        self.state: str | None = state
+        whole = server.wire.export_workspace
+
+        @asynccontextmanager
+        async def hold(id: str) -> AsyncIterator[str | None]:
+            self.held += 1
+            try:
+                yield self.state
+            finally:
+                self.held -= 1
+
+        async def export(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+            assert self.held == 1
+            self.sent_whole += 1
+            return await whole(id, dest, max_bytes)
+
+        async def changes(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+            assert self.held == 1
+            report: ExportReport = await differs(id, dest, max_bytes)
+            return report
+
+        capabilities = replace(server.wire.capabilities, layered_workspace=True)
+        patch.setattr(server.wire, "capabilities", capabilities)
+        patch.setattr(server.wire, "projection", "disk", raising=False)
+        patch.setattr(server.wire, "hold_changes", hold)
+        patch.setattr(server.wire, "export_workspace", export)
+        patch.setattr(server.wire, "export_changes", changes)
+
+
+def names(server: Server, commit: str | None) -> set[str]:
+    assert commit is not None
+    with Store.open(server.settings.data_dir / "store") as store:
+        return {entry.name.decode() for entry in store.entries(commit)}
+
+
+async def begun(server: Server, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A sandbox, and the state with two files that it is said to begin with."""
+    first = await server.manager.create(CreateOptions())
+    with monkeypatch.context() as patched:
+        state = archive((tarfile.TarInfo("old"), b"123"), (tarfile.TarInfo("gone"), b"1234567"))
+        patched.setattr(server.wire, "export_workspace", sending(state))
+        snapshot = await server.manager.snapshot(first.id)
+    assert snapshot.commit is not None
+    return (await server.manager.create(CreateOptions())).id, snapshot.commit
+
+
+async def test_what_differs_is_put_over_the_state_that_the_workspace_began_with(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, state = await begun(server, monkeypatch)
+    layer = archive((tarfile.TarInfo("new"), b"12345"), (tarfile.TarInfo(".wh.gone"), b""))
+    disk = OnDisk(server, monkeypatch, sending(layer), state)
+    snapshot = await server.manager.snapshot(sandbox)
+    assert names(server, snapshot.commit) == {"old", "new"}
+    assert snapshot.size_bytes == 8  # of all that is in it, whatever the daemon says
+    assert (disk.held, disk.sent_whole) == (0, 0)
+    # The same changes once more are the same state: they are put over its beginning, not over the last snapshot.
+    assert (await server.manager.snapshot(sandbox)).commit == snapshot.commit
+
+
+@pytest.mark.parametrize("why", ["it began empty", "the state is gone", "a layer cannot say it"])
+async def test_the_whole_is_kept_where_what_differs_does_not_say_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    async def refuse(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        assert why == "a layer cannot say it"
+        raise ConflictError("d/ was renamed")
+
+    sandbox, state = await begun(server, monkeypatch)
+    given = {"it began empty": None, "the state is gone": "0" * 64, "a layer cannot say it": state}[why]
+    disk = OnDisk(server, monkeypatch, refuse, given)
+    snapshot = await server.manager.snapshot(sandbox)
+    assert disk.sent_whole == 1
+    assert names(server, snapshot.commit) == set()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(WHOLE[:700], id="cut off"),
+        pytest.param(archive((tarfile.TarInfo("a/../../b"), b"x")), id="dot dot"),
+        pytest.param(archive((tarfile.TarInfo(".wh.."), b"")), id="a whiteout of its own"),
+        pytest.param(archive((tarfile.TarInfo(".wh.x/y"), b"")), id="below a whiteout"),
+        pytest.param(archive((link("hard", "nothing", tarfile.LNKTYPE), b"")), id="a link to nothing"),
+    ],
+)
+async def test_hostile_changes_are_the_sandboxs_fault_and_nothing_is_kept(
+    server: Server, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    sandbox, state = await begun(server, monkeypatch)
+    before = kept_states(server.settings)
+    disk = OnDisk(server, monkeypatch, sending(data), state)
+    if data:
+        with pytest.raises(BackendError, match="cannot be kept"):
+            await server.manager.snapshot(sandbox)
+        assert kept_states(server.settings) == before
+    else:
+        with pytest.raises(BackendError):
+            await server.manager.snapshot(sandbox)
+    assert disk.held == 0
+
+
+async def test_a_daemon_that_never_begins_to_send_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(id: str, dest: ByteSink, max_bytes: int) -> ExportReport:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sandbox, state = await begun(server, monkeypatch)
+    monkeypatch.setattr(keeping, "PATIENCE_SECONDS", 0.05)
+    OnDisk(server, monkeypatch, silent, state)
+    with pytest.raises(BackendError, match="does not send"):
+        await server.manager.snapshot(sandbox)

@@ -8,8 +8,8 @@ use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
 use crate::fsops::Answer;
 use crate::pack::MapWriter;
-use crate::tarread::{Next, Reader};
 use crate::tarout::View;
+use crate::tarread::{Next, Reader};
 use crate::tarsink::Stop;
 use crate::wire::HEADER;
 use crate::{resolve, tarin, tarout, workers};
@@ -48,8 +48,7 @@ async fn send(
     let id = stream.id;
     // Two exports may run at once.
     let table_bytes = daemon.config.table_bytes / 2;
-    let result =
-        daemon.archives.run(move || tarout::export(root()?, view, max_bytes, table_bytes, id, send));
+    let result = daemon.archives.run(move || tarout::export(root()?, view, max_bytes, table_bytes, id, send));
     while let Some(frame) = receive.recv().await {
         let cost = frame.len() - HEADER;
         if let Err(Gone) = stream.wait_room(cost).await {

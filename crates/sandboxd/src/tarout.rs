@@ -276,10 +276,8 @@ impl Walk {
 
     fn entry(&mut self, name: &[u8], stat: &Stat) -> Result<(), Stop> {
         let kind = FileType::from_raw_mode(stat.st_mode);
-        let left_out = !matches!(
-            kind,
-            FileType::Directory | FileType::RegularFile | FileType::Symlink | FileType::Fifo
-        );
+        let left_out =
+            !matches!(kind, FileType::Directory | FileType::RegularFile | FileType::Symlink | FileType::Fifo);
         match (self.view, kind) {
             (View::Survey, _) if left_out && name.len() > MAX_HIDDEN => {
                 return Err(inexpressible(&self.path, "has a name that is too long for a whiteout"));

@@ -41,9 +41,18 @@ impl Place {
     }
 
     fn export_within(&self, max_bytes: u64, table_bytes: usize) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
+        self.export_as(tarout::View::Tree, max_bytes, table_bytes)
+    }
+
+    fn export_as(
+        &self,
+        view: tarout::View,
+        max_bytes: u64,
+        table_bytes: usize,
+    ) -> (Result<tarout::Summary, Stop>, Vec<u8>) {
         let (send, mut receive) = tokio::sync::mpsc::channel(4);
         let root = self.open();
-        let thread = std::thread::spawn(move || tarout::export(root, tarout::View::Tree, max_bytes, table_bytes, 1, send));
+        let thread = std::thread::spawn(move || tarout::export(root, view, max_bytes, table_bytes, 1, send));
         let mut archive = Vec::new();
         while let Some(frame) = receive.blocking_recv() {
             archive.extend_from_slice(&frame[HEADER + 1..]);
@@ -221,7 +230,10 @@ fn export_stops_at_its_limit_and_when_nobody_listens() {
     fs::write(place.at("g"), vec![1; 1 << 20]).unwrap();
     let (send, receive) = tokio::sync::mpsc::channel(1);
     drop(receive);
-    assert!(matches!(tarout::export(place.open(), tarout::View::Tree, PLENTY, 1 << 20, 1, send), Err(Stop::Cancelled)));
+    assert!(matches!(
+        tarout::export(place.open(), tarout::View::Tree, PLENTY, 1 << 20, 1, send),
+        Err(Stop::Cancelled)
+    ));
 }
 
 #[test]
@@ -482,4 +494,68 @@ proptest! {
         let _ = place.import(&archive, piece);
         prop_assert_eq!(fs::read_dir(&place.0).unwrap().count(), 1);
     }
+}
+
+fn names(archive: &[u8]) -> Vec<String> {
+    let mut listing = Command::new("tar");
+    listing.args(["-tf", "-"]).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut child = listing.spawn().unwrap();
+    std::io::Write::write_all(&mut child.stdin.take().unwrap(), archive).unwrap();
+    let said = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+    said.lines().map(str::to_string).collect()
+}
+
+/// What the kernel's overlay puts where it hides a name; anybody may make it (mknod(2)).
+fn hide(place: &Place, name: &str) {
+    use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
+    mknodat(CWD, place.at(name), FileType::CharacterDevice, Mode::empty(), makedev(0, 0)).unwrap();
+}
+
+#[test]
+fn what_an_upper_directory_hides_becomes_a_whiteout() {
+    let place = Place::new();
+    fs::create_dir(place.at("d")).unwrap();
+    hide(&place, "gone");
+    hide(&place, "d/gone");
+    let _socket = std::os::unix::net::UnixListener::bind(place.at("socket")).unwrap();
+    fs::write(place.at("one"), b"1").unwrap();
+    fs::hard_link(place.at("one"), place.at("two")).unwrap();
+    let (summary, archive) = place.export_as(tarout::View::Changes, PLENTY, 1 << 20);
+    let summary = summary.unwrap();
+    // A socket is in no state, and hides what was in its place all the same.
+    assert_eq!(summary.skipped, [(b"socket".to_vec(), "a socket".to_string())]);
+    assert_eq!(summary.file_bytes, 1);
+    assert_eq!(names(&archive), ["./", "d/", "d/.wh.gone", ".wh.gone", "one", ".wh.socket", "two"]);
+    // The same as a tree has devices and sockets, which are left out, and hides nothing.
+    let (_, archive) = place.export(PLENTY);
+    assert_eq!(names(&archive), ["./", "d/", "one", "two"]);
+}
+
+#[test]
+fn what_a_layer_cannot_say_is_refused_before_a_byte() {
+    let refused = |place: &Place, why: &str| {
+        let (result, archive) = place.export_as(tarout::View::Changes, PLENTY, 1 << 20);
+        match result {
+            Err(Stop::Failed(failure)) => {
+                assert_eq!(failure.code, Code::Conflict);
+                assert!(failure.message.contains(why), "{failure:?}");
+            }
+            _ => panic!("it was not refused: {why}"),
+        }
+        assert!(archive.is_empty());
+    };
+    let place = Place::new();
+    fs::write(place.at("a"), b"before").unwrap();
+    fs::write(place.at(".wh.f"), b"").unwrap();
+    refused(&place, "would be a whiteout");
+    fs::remove_file(place.at(".wh.f")).unwrap();
+    // The kernel's index of linked files has a name of each that was changed.
+    fs::hard_link(place.at("a"), place.0.join("index")).unwrap();
+    refused(&place, "has names among the layers");
+    fs::remove_file(place.0.join("index")).unwrap();
+    let longest = "x".repeat(255);
+    hide(&place, &longest);
+    refused(&place, "too long for a whiteout");
+    fs::remove_file(place.at(&longest)).unwrap();
+    place.export_as(tarout::View::Changes, PLENTY, 1 << 20).0.unwrap();
 }

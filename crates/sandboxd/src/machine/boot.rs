@@ -123,7 +123,10 @@ impl Layers {
             rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty())
                 .map_err(|errno| format!("{path}: {errno}"))
         };
-        Ok(Layers { before: open("/", OFlags::PATH | OFlags::DIRECTORY)?, drive: open(&path, OFlags::RDONLY)? })
+        Ok(Layers {
+            before: open("/", OFlags::PATH | OFlags::DIRECTORY)?,
+            drive: open(&path, OFlags::RDONLY)?,
+        })
     }
 
     /// Where a path of the initramfs is, now that the root is another one.
@@ -139,8 +142,11 @@ impl Layers {
         if unsafe { libc::ioctl(self.drive.as_raw_fd(), BLKFLSBUF, 0) } < 0 {
             return Err(format!("the layers' drive: {}", std::io::Error::last_os_error()));
         }
-        let (lower, upper, work) =
-            (self.place(LOWER), self.place(&format!("{ASIDE}/workspace")), self.place(&format!("{ASIDE}/work")));
+        let (lower, upper, work) = (
+            self.place(LOWER),
+            self.place(&format!("{ASIDE}/workspace")),
+            self.place(&format!("{ASIDE}/work")),
+        );
         let device = format!("/proc/self/fd/{}", self.drive.as_raw_fd());
         attach(&device, &lower, "erofs", DATA | MountFlags::RDONLY, c"")?;
         if std::fs::symlink_metadata(&work).is_err() {
@@ -153,7 +159,8 @@ impl Layers {
         let options = text(&format!("lowerdir={lower},upperdir={upper},workdir={work},{OVERLAY_OPTIONS}"))?;
         attach("overlay", "/workspace", "overlay", DATA | MountFlags::NOATIME, &options)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        rustix::fs::open(&upper, flags, Mode::empty()).map_err(|errno| format!("the workspace's changes: {errno}"))
+        rustix::fs::open(&upper, flags, Mode::empty())
+            .map_err(|errno| format!("the workspace's changes: {errno}"))
     }
 
     /// Let no more be written to the workspace's drive.
@@ -167,7 +174,8 @@ impl Layers {
 fn take_after(lower: &str, upper: &str) -> Result<(), String> {
     let failed = |what: &str, errno: Errno| format!("the workspace's own {what}: {errno}");
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let open = |path: &str| rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| failed("directory", errno));
+    let open =
+        |path: &str| rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| failed("directory", errno));
     let (lower, upper) = (open(lower)?, open(upper)?);
     let stat = rustix::fs::fstat(&lower).map_err(|errno| failed("state", errno))?;
     let (uid, gid) = (Uid::from_raw(stat.st_uid), Gid::from_raw(stat.st_gid));
@@ -180,7 +188,8 @@ fn take_after(lower: &str, upper: &str) -> Result<(), String> {
             .and_then(|size| rustix::fs::fsetxattr(&upper, name, &value[..size], XattrFlags::empty()))
             .map_err(|errno| failed("attributes", errno))?;
     }
-    rustix::fs::fchmod(&upper, Mode::from_raw_mode(stat.st_mode & 0o7777)).map_err(|errno| failed("mode", errno))?;
+    rustix::fs::fchmod(&upper, Mode::from_raw_mode(stat.st_mode & 0o7777))
+        .map_err(|errno| failed("mode", errno))?;
     let time = |tv_sec: i64, tv_nsec: u64| Timespec { tv_sec, tv_nsec: tv_nsec as _ };
     let times = Timestamps {
         last_access: time(stat.st_mtime, stat.st_mtime_nsec),

@@ -110,6 +110,7 @@ mod tests {
         assert_eq!((identity.memory_bytes, identity.tmp_bytes), (Some(1 << 28), 1 << 26));
         assert_eq!((&identity.hostname[..], &identity.machine_id[..]), ("sandbox-1", ID));
         assert_eq!(identity.entropy, [9; 64]);
+        assert!(!identity.layered, "an older server's has no layers");
         let template = Identity::parse(&drive(&map(None, "template", ID, &[9; 64]))).expect("good");
         assert!(!template.keyed);
     }
