@@ -67,11 +67,11 @@ def spec(directory: Path, name: str) -> MachineSpec:
     boots = {"kernel": kernel.image, "initrd": kernel.initramfs}
     for part, path in boots.items():
         shutil.copyfile(path, home / part)
-    for drive in ("root", "workspace", "config"):
+    for drive in ("root", "workspace", "config", "layers"):
         with (home / drive).open("wb") as file:
             file.truncate(DISK_BYTES)
     (home / "run").mkdir()
-    files = {part: home / part for part in (*boots, "root", "workspace", "config")}
+    files = {part: home / part for part in (*boots, "root", "workspace", "config", "layers")}
     places = {"directory": home / "run", "jail": home / "jail"}
     return MachineSpec(**files, **places, memory_mb=MEMORY_MB, vcpus=1, uid=USER, gid=USER)
 

@@ -33,7 +33,7 @@ def jailer(directory: Path, version: str = "1.12.1") -> str:
 
 def spec(directory: Path) -> MachineSpec:
     """A machine of this user's, whose kernel is unpacked."""
-    files = {name: directory / name for name in ("kernel", "initrd", "root", "workspace", "config")}
+    files = {name: directory / name for name in ("kernel", "initrd", "root", "workspace", "config", "layers")}
     for name, path in files.items():
         path.write_bytes(b"\x7fELF" if name == "kernel" else b"")
     (run := directory / "run").mkdir()

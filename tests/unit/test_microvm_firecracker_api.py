@@ -108,7 +108,7 @@ async def test_what_firecracker_was_asked_and_answered_is_asked_again_and_unders
 
     anywhere = tmp_path / "absent"
     spec = MachineSpec(
-        **dict.fromkeys(("kernel", "initrd", "root", "workspace", "config"), anywhere),
+        **dict.fromkeys(("kernel", "initrd", "root", "workspace", "config", "layers"), anywhere),
         memory_mb=MEMORY_MB,
         vcpus=1,
         directory=run,

@@ -42,6 +42,19 @@ def fill(directory: Path) -> None:
             file.truncate(size)
 
 
+def test_what_keeps_the_layers_must_be_there_and_whole(tmp_path: Path) -> None:
+    fill(tmp_path)
+    checkpoints.seal(tmp_path, changed(layers="0-1-2"))
+    with pytest.raises(ConflictError, match="no layers"):
+        checkpoints.read(tmp_path)
+    for wrong in ("", "0-1-", "0-1-3", "0-1-22"):
+        (tmp_path / checkpoints.LAYERS).write_text(wrong)
+        with pytest.raises(ConflictError, match="damaged"):
+            checkpoints.read(tmp_path)
+    (tmp_path / checkpoints.LAYERS).write_text("0-1-2")
+    assert checkpoints.read(tmp_path).layers == "0-1-2"
+
+
 @pytest.mark.parametrize("fact", [field.name for field in fields(Made) if field.name != "layers"])
 def test_a_machine_goes_on_only_as_what_it_was_and_the_reason_names_both(fact: str) -> None:
     checkpoints.require(MADE, changed(layers="0" * 64))  # they go on as well

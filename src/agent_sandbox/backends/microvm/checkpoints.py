@@ -155,6 +155,10 @@ def read(directory: Path) -> Made:
             found = (directory / name).stat().st_size
             if found != (size or found) or not found:
                 raise ConflictError(f"the saved machine is damaged: its {name} has {found} bytes")
+        if made.layers:
+            with (directory / LAYERS).open("rb") as file:
+                if file.read(len(made.layers) + 1) != made.layers.encode():
+                    raise ConflictError("the saved machine is damaged: what keeps its layers is not what it was")
         return made
     except FileNotFoundError as error:
         missing = Path(error.filename).name
