@@ -356,10 +356,13 @@ def descend(depth):
 descend(3)
 """
         )
-        result = await box.python(program, timeout=3)
-        assert result.exit.timed_out
+        for seconds in (3, 60):  # an emulated machine has not come so far in three
+            result = await box.python(program, timeout=seconds)
+            assert result.exit.timed_out
+            assert await box.gone("66666")
+            if result.text == "ok ok\n" * 4:
+                break
         assert result.text == "ok ok\n" * 4
-        assert await box.gone("66666")
 
     async def test_a_crash_starts_nothing_on_the_host(self, box: Box) -> None:
         """core(5): 1 is the only limit at which a ``core_pattern`` that is a program does not run, so it must stay."""
