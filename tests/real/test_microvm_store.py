@@ -9,13 +9,13 @@ import pytest
 import pytest_asyncio
 
 from agent_sandbox.backends.base import ByteSink
-from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.config import load_settings
 from agent_sandbox.conformance.box import Box
 from agent_sandbox.conformance.files import BUILD, DUMP
 from agent_sandbox.manager import CreateOptions, ForkOptions, Manager
 from agent_sandbox.manager.records import SandboxRecord
 from agent_sandbox.types import ExportReport
+from tests import microvms
 from tests.real.leaks import wait_until_clean
 
 pytestmark = pytest.mark.real
@@ -26,9 +26,9 @@ class World:
 
     def __init__(self, data: Path, machine_dir: Path) -> None:
         told = {"data_dir": data, "min_free_mb": 0, "machine_dir": str(machine_dir), "allow_tcg": True}
-        settings = load_settings({**told, "backends": "qemu"}, {})
-        self.backend = MicrovmBackend(settings)
-        self.manager = Manager(settings, {"qemu": self.backend})
+        settings = load_settings({**told, "backends": microvms.MONITOR}, {})
+        self.backend = microvms.make_backend(settings)
+        self.manager = Manager(settings, {microvms.MONITOR: self.backend})
 
     def box(self, record: SandboxRecord) -> Box:
         return Box(self.backend, record.env_id, record.spec)

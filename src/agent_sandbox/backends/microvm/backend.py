@@ -5,8 +5,9 @@ Strategy
 * An environment is a directory (``places.py``), a monitor's process under host ids of its own, and a control group. All
   are named by its id, so a new server finds every one again, and each can be removed alone.
 * A machine's devices are its drives and one port for the daemon: the image's content, read-only and shared by all that
-  have it; the workspace, as large as ``disk_mb``; and the configuration with the key. There is no network device. What
-  a guest has written is never mounted on this host: everything goes through the daemon.
+  have it; the workspace, as large as ``disk_mb``; the configuration with the key; and the state that the workspace is
+  mounted over (``layers.py``). There is no network device. What a guest has written is never mounted on this host:
+  everything goes through the daemon.
 * Creating is a line of steps; when one fails, or the caller goes, everything of that id is removed by the road that
   ``destroy`` takes, which works from any subset of the parts.
 * Destroying ends the monitor and replies; the rest goes in the background, again and again until it is gone.
@@ -23,7 +24,8 @@ Strategy
   between starting it and writing down what it started.
 
 Blocking work runs on threads of the backend's own, and a step that began is waited for also when its caller is
-cancelled. The file is long because it holds every change of an environment's state.
+cancelled. The file is long because it holds every change of an environment's state; what changes nothing is in
+``machines.py``.
 """
 
 from __future__ import annotations
@@ -32,171 +34,58 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
-import re
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agent_sandbox.backends.base import ByteSink
-from agent_sandbox.backends.guest_backend import Endpoint, GuestBackend
-from agent_sandbox.backends.linux import cgroups
-from agent_sandbox.backends.linux.changes import Changes
-from agent_sandbox.backends.linux.disk import Templates as BlankDisks
-from agent_sandbox.backends.linux.ending import end_processes
 from agent_sandbox.backends.linux.failures import translated
-from agent_sandbox.backends.linux.process import processes_of
-from agent_sandbox.backends.linux.removals import Removals
-from agent_sandbox.backends.linux.requirements import find_sandboxd, require_root
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import checkpoints
 from agent_sandbox.backends.microvm.config_image import MIB
 from agent_sandbox.backends.microvm.firecracker import FirecrackerMonitor
-from agent_sandbox.backends.microvm.inspecting import details
-from agent_sandbox.backends.microvm.layers import Layers
+from agent_sandbox.backends.microvm.machines import BOOT_SECONDS, ID, Machines
 from agent_sandbox.backends.microvm.monitor import Adopt, Machine, MachineSpec, Monitor
-from agent_sandbox.backends.microvm.places import Environment, Places, Record
+from agent_sandbox.backends.microvm.places import Environment, Record
 from agent_sandbox.backends.microvm.qemu import QemuMonitor
-from agent_sandbox.backends.microvm.requirements import capabilities, require_accelerated, require_mkfs
-from agent_sandbox.backends.microvm.roots import Roots
-from agent_sandbox.backends.microvm.templates import Templates
-from agent_sandbox.config import Settings
 from agent_sandbox.errors import (
     BackendError,
     ConflictError,
     InvalidRequestError,
-    NotFoundError,
     SandboxError,
     UnsupportedError,
 )
-from agent_sandbox.guest import HELLO_SECONDS, Carrier
-from agent_sandbox.images import ImageRoot, ImageStore
-from agent_sandbox.images.machine import Kernel, MachineImages, MachineRoot
+from agent_sandbox.images import ImageRoot
+from agent_sandbox.images.machine import MachineRoot
 from agent_sandbox.types import (
-    Capabilities,
-    EnvironmentInfo,
     ExportReport,
-    ImagePull,
     PreparedWorkspace,
-    ResolvedImage,
     SandboxSpec,
 )
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
 
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-_THREADS = 16
 _KERNEL_MB = 96
 """Of a machine's memory, beside what its processes may take: the guest's kernel with its tables, and the daemon."""
-_BOOT_SECONDS = 120.0
-"""An emulated machine with a whole core of its own boots in 4 s; one with a tenth of a busy host's in a minute."""
 _SHUTDOWN_SECONDS = 10.0
 """How long a guest may take to write everything out and switch itself off, before the monitor is ended."""
 _PAUSE_SECONDS = 0.05
 _READY = "sandboxd ready"
 """What a daemon says on its console once it waits for a key, or for a client; see ``crates/sandboxd/src/main.rs``."""
-_CLOSE_SECONDS = 10.0
 _CONSOLE_CHARACTERS = 1000
 """Of the machine's last words in an error: a panic's reason stands before its trace."""
 
 
-class MicrovmBackend(GuestBackend):
+class MicrovmBackend(Machines):
     """Sandboxes as microVMs of one monitor. See the contract in ``base.py``."""
 
     name = "qemu"
     projection = "disk"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self._settings = settings
-        self._places = Places(settings.data_dir, settings.id_range_base, self.name)
-        self.instance = self._places.instance
-        self._monitor = self._make_monitor()
-        self._blanks = BlankDisks(self._places.templates)
-        self._templates = Templates(settings.machine_directory() / "template")
-        self._layers = Layers(self._places.layers, self.name, settings.checkout_cache_mb << 20)
-        self._images = ImageStore(self._places.data_dir, *settings.sandbox_ids())
-        self._machine_images = MachineImages(settings.machine_directory())
-        self._roots = Roots(self._machine_images)
-        self._kernel: Kernel | None = None
-        self._hierarchies = cgroups.Hierarchies(None)
-        self.capabilities: Capabilities = capabilities(None, has_cpu_limit=False)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="microvm")
-        self._records: dict[str, Record] = {}
-        self._changes = Changes()
-        self._held: set[str] = set()
-        self._removals = Removals(self._clear)
-
     def _make_monitor(self) -> Monitor:
         return QemuMonitor(self._settings.qemu)
-
-    # -- the backend as a whole ------------------------------------------------------
-
-    async def start(self) -> None:
-        require_root(self.name)
-        facts = await self._monitor.find()
-        require_accelerated(facts, self._settings.allow_tcg)
-        async with translated(f"starting the {self.name} backend"):
-            await self._thread(self._prepare)
-            await self._let_go_on()
-        has_cpu_limit = "cpus" in cgroups.enforced(self._hierarchies)
-        self.capabilities = capabilities(facts, has_cpu_limit=has_cpu_limit)
-        kernel = self._kernel.version if self._kernel else ""
-        self.versions = {facts.name: facts.version, "guest kernel": kernel}
-
-    def _prepare(self) -> None:
-        require_mkfs()
-        self._hierarchies = cgroups.find_hierarchies()
-        self._places.prepare()
-        self._blanks.clear()
-        self._templates.clear()
-        self._layers.prepare()
-        # Others of this server's backends run from skeletons of the host image: all that there are stay.
-        self._images.prepare(in_use=set(self._places.data_dir.glob("images/host/*/rootfs")))
-        self._machine_images.prepare()
-        kernel = self._machine_images.kernel(find_sandboxd(self._settings.sandboxd))
-        image, initramfs = self._places.keep_kernel(kernel.name, kernel.image, kernel.initramfs)
-        self._kernel = replace(kernel, vmlinux=image, initramfs=initramfs)
-
-    async def _let_go_on(self) -> None:
-        """Let machines go on that a server had paused when it ended: all at once, as each may be stuck for a while."""
-
-        async def one(id: str) -> None:
-            machine = await self._thread(self._machine, id)
-            if machine is not None and await self._thread(self._places.environment(id).is_held):
-                await self._go_on_after(id, machine)
-
-        await asyncio.gather(*(one(id) for id in await self._thread(self._list)))
-
-    async def close(self) -> None:
-        await super().close()
-        await self._roots.close()
-        await self._removals.close(_CLOSE_SECONDS)
-        await self._monitor.close()
-        self._layers.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for root in self._hierarchies.all():
-            with contextlib.suppress(OSError):
-                (root / self._places.group).rmdir()
-        self._places.close()
-
-    async def ping(self) -> None:
-        if not os.access(self._places.environments, os.W_OK):
-            raise BackendError(f"the data directory {self._settings.data_dir} cannot be written")
-        await self._monitor.find()
-
-    async def resolve_image(self, name: str) -> ResolvedImage:
-        async with translated("resolving the image"):
-            return await self._thread(self._images.resolve_allowed, name, self._settings.allowed_images)
-
-    def pulls(self) -> list[ImagePull]:
-        return self._roots.told()
 
     # -- create --------------------------------------------------------------------------
 
@@ -220,7 +109,7 @@ class MicrovmBackend(GuestBackend):
             raise
 
     def _check(self, id: str, spec: SandboxSpec) -> None:
-        if not _ID.fullmatch(id):
+        if not ID.fullmatch(id):
             raise InvalidRequestError(f"{id!r} is not an environment id")
         if spec.network not in self.capabilities.network:
             raise UnsupportedError("network", self.name, self.capabilities.notes["network"])
@@ -311,12 +200,12 @@ class MicrovmBackend(GuestBackend):
 
     async def _idle(self, machine: Machine) -> None:
         """Return once the daemon of a machine without a key says that it waits."""
-        deadline = asyncio.get_running_loop().time() + _BOOT_SECONDS
+        deadline = asyncio.get_running_loop().time() + BOOT_SECONDS
         while _READY not in (said := await self._monitor.console(machine)):
             if not await self._thread(machine.process.alive):
                 raise BackendError(f"the machine ended while it booted; its console ends with: {_end_of(said)}")
             if asyncio.get_running_loop().time() > deadline:
-                raise BackendError(f"the machine did not boot within {_BOOT_SECONDS:g} s: {_end_of(said)}")
+                raise BackendError(f"the machine did not boot within {BOOT_SECONDS:g} s: {_end_of(said)}")
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _go_on(self, environment: Environment, record: Record, saved: Path) -> None:
@@ -344,7 +233,7 @@ class MicrovmBackend(GuestBackend):
     async def _meet(self, record: Record, machine: Machine) -> None:
         self._records[record.id] = record
         try:
-            await self.guest_ready(record.id, _BOOT_SECONDS)
+            await self.guest_ready(record.id, BOOT_SECONDS)
         except BackendError as error:
             words = await self._last_words(machine)
             if not words:
@@ -382,11 +271,6 @@ class MicrovmBackend(GuestBackend):
         machine = self._machine_spec(environment, record)
         return checkpoints.made_of(record.spec, machine, self._monitor.facts, self._booted().version, root)
 
-    def _booted(self) -> Kernel:
-        if self._kernel is None:
-            raise BackendError(f"the {self.name} backend was not started")
-        return self._kernel
-
     async def _last_words(self, machine: Machine) -> str:
         try:
             said = await self._monitor.console(machine)
@@ -404,7 +288,7 @@ class MicrovmBackend(GuestBackend):
     # -- destroy -------------------------------------------------------------------------
 
     async def destroy(self, id: str) -> None:
-        if not _ID.fullmatch(id):
+        if not ID.fullmatch(id):
             return
         await self._changes.end(id)
         async with translated("destroying the sandbox"):
@@ -426,18 +310,6 @@ class MicrovmBackend(GuestBackend):
     async def _end_monitor(self, id: str, user: int | None) -> None:
         await self.drop_guest(id)
         await self._thread(self._kill, id, user)
-
-    def _kill(self, id: str, user: int | None) -> None:
-        groups, environment = self._groups(id), self._places.environment(id)
-        process = environment.process()
-        end_processes(process, groups)
-        if process is None and user is not None:
-            for stray in processes_of(user):
-                end_processes(stray, groups)
-
-    def _user(self, id: str) -> int | None:
-        """The host id of an environment's monitor, where it is known."""
-        return self._places.ranges.find(self._places.environment(id).directory)
 
     async def _clear(self, id: str) -> None:
         """End what still runs and remove everything. The directory goes last: by that it is listed."""
@@ -523,27 +395,6 @@ class MicrovmBackend(GuestBackend):
             raise
 
     @contextlib.asynccontextmanager
-    async def _holding(self, id: str) -> AsyncGenerator[Machine, None]:
-        """Hold what runs inside still. One that a server left so goes on when the next one starts."""
-        environment = self._places.environment(id)
-        machine = await self._thread(self._machine, id)
-        if machine is None:
-            raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
-        if id in self._held:
-            raise ConflictError("the sandbox is held still for another snapshot")
-        self._held.add(id)
-        try:
-            try:
-                async with translated("holding the sandbox still"):
-                    await self._thread(environment.hold)
-                    await (await self._guest(id)).freeze()
-                yield machine
-            finally:
-                await settled(asyncio.ensure_future(self._go_on_after(id, machine)))
-        finally:
-            self._held.discard(id)
-
-    @contextlib.asynccontextmanager
     async def hold_changes(self, id: str) -> AsyncGenerator[str | None, None]:
         await self._known(id)
         state = (await self._thread(self._places.environment(id).layers_key)).partition("-")[0] or None
@@ -559,24 +410,6 @@ class MicrovmBackend(GuestBackend):
     async def layers_in_use(self) -> set[str]:
         return set()  # nobody else makes or removes them
 
-    async def _go_on_after(self, id: str, machine: Machine) -> None:
-        """Let a machine go on that was held to be saved, and what is frozen in it."""
-        try:
-            await self._resume(machine)
-            if self._monitor.carrier is Carrier.VSOCK:
-                # Saving the machine has ended its connections, which this side may not have noticed yet.
-                await self.drop_guest(id)
-            await (await self._guest(id)).thaw(time.time_ns())
-            await self._thread(self._places.environment(id).release)
-        except (OSError, SandboxError) as error:
-            _log.error("environment %s was held and goes on only when it is called next: %s", id, error)
-            # A freeze or a pause that was given up may still arrive: see endpoint().
-            await self.drop_guest(id)
-
-    async def _resume(self, machine: Machine) -> None:
-        if not await self._monitor.running(machine):
-            await self._monitor.resume(machine)
-
     async def restore(self, id: str, spec: SandboxSpec, workspace: PreparedWorkspace, src: str) -> None:
         self._check(id, spec)
         async with translated("reading the checkpoint"):
@@ -584,96 +417,6 @@ class MicrovmBackend(GuestBackend):
             _, root = await self._root(spec)
         checkpoints.require(made, self._made(self._places.environment(id), Record(id, spec, 0), root.key))
         await self._make(id, self._create(id, spec, saved=Path(src)))
-
-    # -- looking -----------------------------------------------------------------------
-
-    async def list_ids(self) -> list[str]:
-        async with translated("listing the sandboxes"):
-            return await self._thread(self._list)
-
-    def _list(self) -> list[str]:
-        found = self._places.names()
-        for root in self._hierarchies.all():
-            with contextlib.suppress(FileNotFoundError), os.scandir(root / self._places.group) as entries:
-                found |= {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-        return sorted(id for id in found if _ID.fullmatch(id))
-
-    async def is_running(self, id: str) -> bool:
-        return bool(_ID.fullmatch(id)) and await self._thread(self._machine, id) is not None
-
-    def _machine(self, id: str) -> Machine | None:
-        """The machine of an environment that is known and runs."""
-        environment = self._places.environment(id)
-        process = environment.process() if environment.is_known() else None
-        return Machine(environment.run, process) if process is not None and process.alive() else None
-
-    async def inspect(self, id: str) -> EnvironmentInfo:
-        record = await self._record(id)
-        async with translated("inspecting the sandbox"):
-            machine, facts = await self._thread(self._machine, id), self._monitor.facts
-            process = None if machine is None else machine.process
-            shown = await self._thread(details, record.spec, process, self._groups(id), facts)
-        shown |= {
-            "guest_kernel": self._booted().version,
-            "endpoint": str(self._places.environment(id).run / self._monitor.guest_socket),
-            "labels": {
-                "io.agent-sandbox.managed": "true",
-                "io.agent-sandbox.id": id,
-                "io.agent-sandbox.instance": self.instance,
-            },
-        }
-        return EnvironmentInfo(id, machine is not None, shown)
-
-    # -- the daemon's side ---------------------------------------------------------------
-
-    async def endpoint(self, id: str) -> Endpoint:
-        record = await self._record(id)
-        environment = self._places.environment(id)
-        async with translated("reaching the sandbox's daemon"):
-            key = await self._thread(environment.key)
-            machine = await self._thread(self._machine, id)
-            if machine is None:
-                if await self._thread(environment.process) is None:
-                    raise ConflictError("the sandbox is stopped; start it, its workspace is kept")
-                raise BackendError("the sandbox's machine has ended; start it again, its workspace is kept")
-            if id not in self._held and await self._thread(environment.is_held):
-                # A checkpoint could not let it go on. What is frozen inside, the daemon thaws for whoever connects.
-                await self._resume(machine)
-            seconds = _BOOT_SECONDS if id in self._changes else HELLO_SECONDS
-            connection = await self._monitor.connect(machine, seconds)
-            carrier = self._monitor.carrier
-            return Endpoint(connection, key, record.spec, record.image_env, carrier=carrier, seconds=seconds)
-
-    async def kill_guest(self, id: str) -> None:
-        try:
-            await self._thread(self._kill, id, None)
-        except (OSError, BackendError):
-            _log.exception("environment %s could not be killed", id)
-
-    def oom_kills(self, id: str) -> int | None:
-        return None
-
-    # -- parts -----------------------------------------------------------------------------
-
-    async def _known(self, id: str) -> Record:
-        record = await self._record(id)
-        if id in self._removals:
-            raise NotFoundError(f"there is no environment {id}")
-        return record
-
-    async def _record(self, id: str) -> Record:
-        if not _ID.fullmatch(id):
-            raise NotFoundError(f"there is no environment {id}")
-        if id not in self._records:
-            self._records[id] = await self._thread(self._places.environment(id).record)
-        return self._records[id]
-
-    def _groups(self, id: str) -> cgroups.Groups:
-        return cgroups.Groups(self._hierarchies, f"/{self._places.group}/{id}")
-
-    async def _thread(self, work: Callable[..., T], *args: object) -> T:
-        """Run blocking work on a thread and see it through, also when the caller is cancelled."""
-        return await settled(asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*args)))
 
 
 class FirecrackerBackend(MicrovmBackend):
