@@ -362,9 +362,9 @@ async def test_the_daemon_is_a_copy_that_an_upgrade_does_not_touch(tmp_path: Pat
         program.write_text("half a file")
         await backend.start_environment("sb1-1")
         assert await run(backend, "sb1-1", "echo fine") == ("fine\n", 0)
+    finally:
         await backend.destroy("sb1-1")
         await wait_until_clean(tmp_path / "data")
-    finally:
         await backend.close()
 
 
