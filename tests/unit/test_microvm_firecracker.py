@@ -93,7 +93,7 @@ def test_a_device_that_is_not_there_or_not_a_processors_own_is_told(tmp_path: Pa
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("echo '2026-01-01T00:00:00 [x:main] Running'; echo runs", ""),
+        ("printf '2026-01-01T00:00:00 [x:main] Run\\006ning\\n'", ""),
         ("echo '2026-01-01T00:00:00 [x:main] Vmm is stopping.'", "Vmm is stopping."),
         (
             "echo '1 [x:fc_vcpu 0] Received KVM_EXIT_INTERNAL_ERROR signal'; echo '1 [x:main] Vmm is stopping.'",
@@ -120,9 +120,9 @@ async def test_the_guest_of_the_trial_is_a_program_for_64_bit_machines(tmp_path:
     assert struct.unpack_from("<2HIQ", guest, 16) == (2, 62, 1, 0x100000)
     kind, _, offset, _, address, size, _, _ = struct.unpack_from("<2I6Q", guest, 64)
     assert (kind, address, offset + size) == (1, 0x100000, len(guest))
-    # The keyboard controller's port gets the command to restart, behind a word on the first serial port.
+    # The keyboard controller's port gets the command to restart, behind a byte on the first serial port.
     assert guest.endswith(b"\xb0\xfe\x66\xba\x64\x00\xee\xf4\xeb\xfd")
-    assert guest[offset:].startswith(b"\x66\xba\xf8\x03\xb0r\xee\xb0u\xee")
+    assert guest[offset:].startswith(b"\x66\xba\xf8\x03\xb0\x06\xee")
 
 
 @pytest.mark.parametrize("allow_tcg", [False, True])

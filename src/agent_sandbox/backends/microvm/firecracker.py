@@ -291,7 +291,7 @@ def _furnish(root: Path, spec: MachineSpec, saved: Path | None) -> int:
     _give(spec.initrd, root / "initrd", spec)
     _give(spec.root, root / "root", spec)
     _give(spec.layers, root / "layers", spec)
-    _give(spec.config, root / "config", spec, group_only=True)
+    _give(spec.config, root / "config", spec, alone=True)
     os.chown(spec.workspace, spec.uid, spec.gid)
     _link(spec.workspace, root / "workspace")
     base = spec.jail / "base"
@@ -313,11 +313,11 @@ def _furnish(root: Path, spec: MachineSpec, saved: Path | None) -> int:
     return max(spec.workspace.stat().st_size, spec.memory_mb * _MIB, _STATE_BYTES)
 
 
-def _give(content: Path, name: Path, spec: MachineSpec, *, group_only: bool = False) -> None:
-    """Let a monitor read a file of the server's by a name in its root."""
-    if group_only:
-        os.chown(content, -1, spec.gid)
-    content.chmod(0o440 if group_only else 0o444)
+def _give(content: Path, name: Path, spec: MachineSpec, *, alone: bool = False) -> None:
+    """Let a monitor read a file by a name in its root, ``alone`` where it holds what others may not know."""
+    if alone:
+        os.chown(content, spec.uid, spec.gid)
+    content.chmod(0o400 if alone else 0o444)
     _link(content, name)
 
 
