@@ -160,3 +160,23 @@ async def test_a_daemon_that_leaves_the_first_hello_unanswered_is_asked_again() 
     await asyncio.gather(*daemons)
     for _, theirs in pairs:
         theirs.close()
+
+
+async def test_a_monitor_at_whom_many_wait_is_asked_when_there_is_room(tmp_path: Path) -> None:
+    place = tmp_path / "guest.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(place))
+        listener.listen(0)
+        waiting = vsock.connect_to(place)
+        with pytest.raises(BlockingIOError):
+            vsock.connect_to(place)
+        dialling = asyncio.create_task(vsock.dial(lambda: vsock.connect_to(place), 30))
+        await asyncio.sleep(0.1)
+        assert not dialling.done()
+        waiting.close()
+        listener.accept()[0].close()
+        listener.settimeout(30)
+        peer, _ = await asyncio.to_thread(listener.accept)
+        with peer:
+            peer.sendall(b"OK 1\n")
+            (await dialling).close()

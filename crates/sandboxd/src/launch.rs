@@ -11,7 +11,7 @@ use std::ffi::CString;
 
 /// The search path of a command whose environment has none.
 const DEFAULT_PATH: &[u8] = b"/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// `prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)`.
+/// `_LINUX_CAPABILITY_VERSION_3` (include/uapi/linux/capability.h).
 const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 const PATH_MAX: usize = 4_096;
 

@@ -43,10 +43,10 @@ const CLONE_NEW: u32 = (libc::CLONE_NEWNS
     | libc::CLONE_NEWPID
     | libc::CLONE_NEWNET) as u32;
 
-/// `open_tree_attr`, younger than the C library's headers; the same number on every architecture.
 /// `S_IFCHR`, which is in `S_IFBLK` too. Linux asks for a capability that no command has; gVisor does not, and there a
 /// node of one's own gets around the mode of the one in `/dev`.
 const DEVICE: u32 = 0o020000;
+/// `open_tree_attr`, younger than the C library's headers; the same number on every architecture.
 const SYS_OPEN_TREE_ATTR: c_long = 467;
 
 /// The two ways to trace a process that did not ask for it.

@@ -58,7 +58,11 @@ async def dial(connect: Callable[[], socket.socket], seconds: float, port: int =
     try:
         async with asyncio.timeout(seconds):
             while True:
-                connection = connect()
+                try:
+                    connection = connect()
+                except BlockingIOError:  # as many wait for the monitor already as it lets
+                    await asyncio.sleep(_PAUSE_SECONDS)
+                    continue
                 try:
                     async with asyncio.timeout(patience) as waiting:
                         if await _asked(connection, port):

@@ -1,7 +1,7 @@
 //! Connections from the host by vsock(7), where a machine has such a device: sockets as any others.
 //!
-//! Only the host is let in. A command may make such a socket too, but what it connects to is the host (or, with a
-//! loopback transport, which the initramfs does not have, itself under another number).
+//! Only the host is let in. No command can make such a socket (`seccomp.rs`); and one that could would reach the host, or,
+//! with a loopback transport, which the initramfs does not have, itself under another number.
 
 use rustix::io::Errno;
 use std::io;
