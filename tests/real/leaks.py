@@ -12,11 +12,15 @@ import time
 from pathlib import Path
 
 
+KINDS = ("runc", "gvisor", "qemu", "firecracker")
+"""Backends that have environments on a disk of this host."""
+
+
 def resources(data_dir: Path) -> dict[str, list[str]]:
     """Everything on the host that belongs to the sandboxes of ``data_dir``, by kind; kinds without any are left out."""
     real = os.path.realpath(data_dir)
     instance = hashlib.sha256(os.fsencode(real)).hexdigest()[:12]
-    heres = (instance, f"{instance}-gvisor", f"{instance}-qemu")
+    heres = (instance, f"{instance}-gvisor", f"{instance}-qemu", f"{instance}-firecracker")
     tops = [f"agent-sandbox-{here}" for here in heres]
     groups = [group for top in tops for group in _groups(top)]
     runs = [Path("/run/agent-sandbox") / here for here in heres]
@@ -27,10 +31,10 @@ def resources(data_dir: Path) -> dict[str, list[str]]:
         "mounts": [line.split()[4] for line in _lines(Path("/proc/self/mountinfo")) if any(p in line for p in places)],
         "loop devices": [str(path) for path in _loops() if "".join(_lines(path)[:1]).startswith(real + "/")],
         "runtime state": [*_names(runs[0] / "runc"), *_names(runs[1] / "runsc")],
-        "environments": [name for kind in ("runc", "gvisor", "qemu") for name in _names(Path(real) / kind / "env")],
+        "environments": [name for kind in KINDS for name in _names(Path(real) / kind / "env")],
         "sockets": [line for line in _lines(Path("/proc/net/unix")) if f" {real}/" in line],
         "mount points": [name for run in runs for name in _names(run / "box")],
-        "monitors": _names(runs[2] / "vm"),
+        "monitors": [name for run in runs[2:] for name in _names(run / "vm")],
         "id ranges": [path.name for path in _claims() if f"{_target(path)}/".startswith(real + "/")],
         "runtime's processes": _runtime_processes(instance),
     }

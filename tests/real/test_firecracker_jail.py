@@ -29,7 +29,7 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
 
 
 def spec(home: Path, kernel: Path) -> MachineSpec:
-    files = {name: home / name for name in ("initrd", "root", "workspace", "config")}
+    files = {name: home / name for name in ("initrd", "root", "workspace", "config", "layers")}
     for path in (kernel, *files.values()):
         path.write_bytes(b"\x7fELF")
     (home / "run").mkdir()
