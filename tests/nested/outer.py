@@ -5,9 +5,9 @@
     build/nested/
     ├── system-<digest>.erofs    a small Debian: what the backend needs of its host, by mmdebstrap
     ├── python-<digest>.erofs    this Python, with what is installed for the tests
-    ├── kernel/                  Debian's kernel for the outer machine and those inside, as ``image kernel`` makes it
-    ├── kvm/                     and its modules for KVM
-    ├── bin/                     Firecracker and its jailer
+    ├── kernel-<digest>/         Debian's kernel for the outer machine and those inside, as ``image kernel`` makes it,
+    │                            and its modules for KVM
+    ├── bin-<digest>/            Firecracker and its jailer
     └── run-…/                   one run: the project as it is, a scratch disk, what the machine says
 
 QEMU emulates a processor of AMD's with the instructions for virtual machines (``-cpu EPYC,+svm,+npt``), so the kernel
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from agent_sandbox.errors import BackendError
 from agent_sandbox.images.machine import MachineImages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +53,8 @@ MEMORY_MB = 3072
 SCRATCH = "6G"
 _LEFT_OUT = {"mypy", "mypyc", "ruff", "pip", "setuptools", "maturin", "grimp", "importlinter"}
 _STDLIB_LEFT_OUT = {"test", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "ensurepip"}
+_STEP_SECONDS = 600
+"""For what is fetched or packed: a tenth of it on a machine that does nothing else."""
 _PR_SET_PDEATHSIG = 1
 
 Say = Callable[[str], object]
@@ -65,13 +69,32 @@ def run(
     machine ended without a result. Nothing of it is left.
     """
     BUILD.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=BUILD) as made:
-        place = Path(made)
+    with _place() as place:
         _make_project(place, argv, env or {}, monitor)
         _make_scratch(place)
         initrd = _make_initrd(place)
         with _machine(place, initrd) as machine:
             return _follow(machine, place, seconds, say)
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[Path]:
+    """A directory for one run, held by a lock, without which what a killed one has left is removed."""
+    for old in BUILD.glob("run-*"):
+        with contextlib.suppress(OSError), _locked(old):
+            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix="run-", dir=BUILD) as made, _locked(Path(made)):
+        yield Path(made)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # -- what is made once -----------------------------------------------------------------------
@@ -130,8 +153,13 @@ def _kernel() -> Path:
                 shutil.copy(module, aside / "kvm")
         package.unlink()
 
-    place = _once(BUILD / "kernel", make)
-    MachineImages(place / "machine").kernel(Path("/bin/true"))
+    digest = hashlib.sha256(" ".join(KVM_MODULES).encode()).hexdigest()[:12]
+    place = _once(BUILD / f"kernel-{digest}", make)
+    try:
+        MachineImages(place / "machine").kernel(Path("/bin/true"))
+    except BackendError:  # of an earlier release, which prepared others
+        shutil.rmtree(place)
+        _once(place, make)
     return place
 
 
@@ -149,6 +177,8 @@ def _python() -> Path:
             _copy(Path(sysconfig.get_path("stdlib")), tree / "lib" / version, _STDLIB_LEFT_OUT)
             own = tree / "lib" / version / "site-packages"
             _copy(site, own, _LEFT_OUT)
+            # Debian's own Python looks there instead.
+            (tree / "lib" / version / "dist-packages").symlink_to("site-packages")
             # By a file and not by the environment, which some processes are started without.
             (own / "opt.pth").write_text("/opt\n/opt/src\n")
             (tree / "bin").mkdir()
@@ -181,7 +211,7 @@ def _binaries() -> Path:
         wheel.unlink()
         wanted.unlink()
 
-    return _once(BUILD / "bin", make)
+    return _once(BUILD / f"bin-{DIGEST[:12]}", make)
 
 
 # -- what is made for each run ---------------------------------------------------------------
@@ -278,7 +308,9 @@ def _copy(source: Path, dest: Path, left_out: set[str]) -> None:
 
 
 def _do(argv: Sequence[str | Path], cwd: Path | None = None) -> None:
-    done = subprocess.run(argv, cwd=cwd, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        argv, cwd=cwd, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_STEP_SECONDS
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{argv[0]} failed: {(done.stderr or done.stdout)[-2000:]}")
 
@@ -334,16 +366,23 @@ def _clock() -> str:
 def _follow(machine: subprocess.Popen[bytes], place: Path, seconds: float, say: Say) -> int:
     """Hand on what the command says until the machine has ended."""
     deadline = time.monotonic() + seconds
+    line = b""
     with (place / "output").open("rb") as output:
         while True:
             ended = machine.poll() is not None
-            while line := output.readline():
-                say(line.decode(errors="replace").rstrip("\r\n"))
+            # What is read may end within a line, whose rest comes later.
+            while more := output.readline():
+                line += more
+                if line.endswith(b"\n"):
+                    say(line.decode(errors="replace").rstrip("\r\n"))
+                    line = b""
             if ended:
                 break
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the outer machine did not end within {seconds:g} s")
             time.sleep(0.2)
+    if line:
+        say(line.decode(errors="replace"))
     result = (place / "result").read_text().strip()
     if not result:
         words = (place / "console").read_text(errors="replace") + (place / "errors").read_text(errors="replace")

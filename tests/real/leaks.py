@@ -11,7 +11,6 @@ import os
 import time
 from pathlib import Path
 
-
 KINDS = ("runc", "gvisor", "qemu", "firecracker")
 """Backends that have environments on a disk of this host."""
 
