@@ -23,7 +23,7 @@ from agent_sandbox.backends.microvm import firecracker_requests as asking
 from agent_sandbox.backends.microvm.firecracker import FirecrackerMonitor
 from agent_sandbox.backends.microvm.firecracker_api import FirecrackerError
 from agent_sandbox.backends.microvm.monitor import MEMORY_FILE, STATE_FILE, Machine, MachineSpec
-from agent_sandbox.errors import BackendError
+from agent_sandbox.errors import BackendError, LimitExceededError
 
 RECORDED = json.loads(Path(__file__).with_name("firecracker-1.12.1.json").read_text())
 MIB = 1 << 20
@@ -153,6 +153,25 @@ async def test_a_machine_that_runs_is_not_saved(tmp_path: Path) -> None:
         with pytest.raises(BackendError, match="only while it is paused"):
             await FirecrackerMonitor().save(Machine(tmp_path, process), 16, tmp_path)
     assert asked == [("GET", "/", None)]
+
+
+async def test_a_full_disk_is_told_as_one_and_nothing_is_left(tmp_path: Path) -> None:
+    (root := tmp_path / "env" / "jail" / "firecracker" / "machine" / "root").mkdir(parents=True)
+    (root / "workspace").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "jail").symlink_to(root)
+    process = Process.of(os.getpid())
+    assert process is not None
+
+    def answer(method: str, target: str, body: Any) -> bytes:
+        if target != "/snapshot/create":
+            return ok(b'{"state": "Paused"}')
+        return ok(b'{"fault_message": "Cannot write: No space left on device (os error 28)"}', b"400 ")
+
+    async with monitor_at(root / asking.API_SOCKET, answer):
+        with pytest.raises(LimitExceededError, match="disk is full"):
+            await FirecrackerMonitor().save(Machine(tmp_path / "run", process), 16, tmp_path)
+    assert sorted(path.name for path in root.iterdir()) == [asking.API_SOCKET, "workspace"]
 
 
 # -- what one may answer that its guest has taken over ------------------------------------------

@@ -82,6 +82,8 @@ _START_SECONDS = 60.0
 _SAVE_SECONDS = 300.0
 """A machine of 64 GiB on a disk that takes 250 MB a second."""
 _QUIT_SECONDS = 5.0
+_NO_ROOM = f"(os error {errno.ENOSPC})"
+"""How Rust ends what it says of a full disk."""
 _STATE_BYTES = 64 << 20
 """Of device state: some 20 KB."""
 _THREADS = 32
@@ -152,7 +154,12 @@ class FirecrackerMonitor:
                 if not await thread(_make_targets, jail) and base is not None:
                     os.close(base)
                     base = None
-                await self._ask(machine, *asking.saves(base is not None), _SAVE_SECONDS)
+                try:
+                    await self._ask(machine, *asking.saves(base is not None), _SAVE_SECONDS)
+                except api.FirecrackerError as error:
+                    if _NO_ROOM in error.message:
+                        raise OSError(errno.ENOSPC, error.message) from error
+                    raise
                 await thread(_keep, jail, base, memory_mb * _MIB, dest)
             finally:
                 if base is not None:
