@@ -7,7 +7,7 @@ import pytest
 
 from tests.nested import outer
 
-SECONDS = 1800
+SECONDS = 900
 """Everything is emulated twice, beside other tests."""
 
 
