@@ -134,7 +134,10 @@ def test_the_path_may_be_longer_than_an_address(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         (tmp_path / "s").rename(deep / "guest.sock")
-        vsock.connect_to(deep / "guest.sock").close()
+        with vsock.connect_to(deep / "guest.sock") as connection:
+            connection.send(b"here")
+            with listener.accept()[0] as peer:
+                assert peer.recv(8) == b"here"
 
 
 async def test_a_daemon_that_leaves_the_first_hello_unanswered_is_asked_again() -> None:

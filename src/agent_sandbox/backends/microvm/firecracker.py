@@ -31,7 +31,6 @@ Strategy
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import functools
 import os
@@ -81,7 +80,6 @@ _ID = "machine"
 _START_SECONDS = 60.0
 _SAVE_SECONDS = 300.0
 """A machine of 64 GiB on a disk that takes 250 MB a second."""
-_QUIT_SECONDS = 5.0
 _NO_ROOM = f"(os error {errno.ENOSPC})"
 """How Rust ends what it says of a full disk."""
 _STATE_BYTES = 64 << 20
@@ -172,15 +170,6 @@ class FirecrackerMonitor:
 
     async def console(self, machine: Machine) -> str:
         return await thread(self._children.console, machine.process)
-
-    async def quit(self, machine: Machine) -> None:
-        with contextlib.suppress(BackendError):
-            await self._ask(machine, "PUT", "/actions", {"action_type": "SendCtrlAltDel"})
-        deadline = time.monotonic() + _QUIT_SECONDS
-        while True:
-            if not await thread(machine.process.alive) or time.monotonic() > deadline:
-                return
-            await asyncio.sleep(PAUSE_SECONDS)
 
     async def close(self) -> None:
         self._children.close()

@@ -4,7 +4,7 @@ States of one machine, and the calls that lead between them::
 
     (none) ──start──▶ running ◀──resume── paused ──save──▶ paused
     (none) ──start_from──▶ running ──pause──▶ paused
-    running, paused ──quit, or its process is killed──▶ (none)
+    running, paused ──it ends, or its process is killed──▶ (none)
 
 The rules
 ---------
@@ -147,9 +147,6 @@ class Monitor(Protocol):
 
         Of a machine that was started here it can still be read when it has just ended.
         """
-
-    async def quit(self, machine: Machine) -> None:
-        """Ask the monitor to end, and wait a moment for that. Who needs it gone for certain kills its process."""
 
     async def close(self) -> None:
         """Let go of what is held for machines of the future. Those that run go on."""

@@ -30,7 +30,6 @@ import os
 import re
 import signal
 import socket
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -75,7 +74,6 @@ _PROBE_FIRMWARE = (
 _START_SECONDS = 60.0
 """QEMU is ready in 0.1 s; a host with more machines than processors takes longer."""
 _NOBODY = 65534
-_QUIT_SECONDS = 5.0
 _STATE_BYTES = 64 << 20
 """Of device state: some 15 KB, of which a machine's buffers are a part. A monitor that sends more is broken."""
 _PIPE_BYTES = 64 * 1024
@@ -153,16 +151,6 @@ class QemuMonitor:
 
     async def console(self, machine: Machine) -> str:
         return await thread(self._children.console, machine.process)
-
-    async def quit(self, machine: Machine) -> None:
-        with contextlib.suppress(BackendError):
-            async with Qmp(machine.directory / QMP_SOCKET) as qmp:
-                await qmp.execute("quit")
-        deadline = time.monotonic() + _QUIT_SECONDS
-        while True:
-            if not await thread(machine.process.alive) or time.monotonic() > deadline:
-                return
-            await asyncio.sleep(PAUSE_SECONDS)
 
     async def close(self) -> None:
         self._children.close()
