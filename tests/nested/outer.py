@@ -385,6 +385,12 @@ def _follow(machine: subprocess.Popen[bytes], place: Path, seconds: float, say: 
         say(line.decode(errors="replace"))
     result = (place / "result").read_text().strip()
     if not result:
-        words = (place / "console").read_text(errors="replace") + (place / "errors").read_text(errors="replace")
-        raise RuntimeError(f"the outer machine ended without a result:\n{words[-4000:]}")
+        raise RuntimeError(f"the outer machine ended with {machine.returncode}, without a result:\n{_last_words(place)}")
     return int(result)
+
+
+def _last_words(place: Path) -> str:
+    """What the machine and its emulator said at the end, but for what the emulator always says of its processor."""
+    console, errors = ((place / name).read_text(errors="replace").splitlines() for name in ("console", "errors"))
+    told = [line for line in errors if "TCG doesn't support requested feature" not in line]
+    return "\n".join([*console[-80:], *told[-20:]])

@@ -20,7 +20,12 @@ def test_machines_go_on_in_forks_are_jailed_and_are_found_again_on_a_real_firecr
         "tests/real/test_microvm.py::test_a_new_server_finds_what_goes_on_and_ends_what_nobody_knows",
     )
     said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        print(line)  # what a machine that ends too soon had come to
+
     command = ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS}", *tests]
-    code = outer.run(command, seconds=SECONDS, say=said.append)
+    code = outer.run(command, seconds=SECONDS, say=say)
     assert code == 0, "\n".join(said)
     assert f"{len(tests)} passed" in said[-1]
