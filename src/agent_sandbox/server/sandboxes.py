@@ -11,7 +11,7 @@ from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, bad_field, pairs, parameter
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
-from agent_sandbox.server.idempotency import KEY_HEADER, once
+from agent_sandbox.server.idempotency import KEY_HEADER, new_sandbox
 
 router = routing.router("sandboxes")
 
@@ -45,10 +45,7 @@ async def create_sandbox(body: models.SandboxCreate, request: Request) -> Respon
         source=body.from_,
     )
 
-    async def create() -> Response:
-        return JsonReply(views.sandbox(await manager_of(request).create(options)), status=201)
-
-    return await once(request, create)
+    return await new_sandbox(request, lambda: manager_of(request).create(options))
 
 
 @router.get(

@@ -13,7 +13,7 @@ from agent_sandbox.server import routing, views
 from agent_sandbox.server.codec import JsonReply, boolean, parameter, query
 from agent_sandbox.server.context import manager_of
 from agent_sandbox.server.errors import common
-from agent_sandbox.server.idempotency import KEY_HEADER, once
+from agent_sandbox.server.idempotency import KEY_HEADER, new_sandbox, once
 
 router = routing.router("snapshots")
 
@@ -102,7 +102,4 @@ async def fork(snapshot_id: str, request: Request, body: models.ForkRequest | No
         metadata=wish.metadata,
     )
 
-    async def create() -> Response:
-        return JsonReply(views.sandbox(await manager_of(request).fork(snapshot_id, options)), status=201)
-
-    return await once(request, create)
+    return await new_sandbox(request, lambda: manager_of(request).fork(snapshot_id, options))
