@@ -108,6 +108,27 @@ def test_stdin_comes_in_pieces_and_ends_on_demand(server: Running, execs: str) -
     assert server.call("POST", f"{path}/stdin", b"x" * 300_001).status == 413
 
 
+def test_what_a_command_took_before_it_ended_is_told_though_there_is_nothing_left_to_close(
+    server: Running, execs: str
+) -> None:
+    body = {"command": ["cat"], "stdin": True, "detach": True}
+    path = f"{execs}/{server.call('POST', execs, body).json['id']}"
+    head = f"POST {path}/stdin?close=true HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEY}\r\n"
+    with server.connect() as sock:
+        sock.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n4\r\nline\r\n")
+        for _ in range(2_000):
+            if b"line" in server.call("GET", f"{path}/output?follow=false").body:
+                break
+            time.sleep(0.01)
+        server.call("POST", f"{path}/signal", {"signal": "KILL"})
+        wait_for_end(server, path)
+        sock.sendall(b"0\r\n\r\n")
+        reply = sock.recv(65536)
+    assert reply.startswith(b"HTTP/1.1 200 ")
+    assert reply.endswith(b'{"taken":4}')
+    assert server.call("POST", f"{path}/stdin?close=true", b"").status == 404
+
+
 def test_closing_the_starters_connection_ends_the_command(server: Running, execs: str) -> None:
     request = json.dumps({"command": "echo x; sleep 60"}).encode()
     with server.connect() as sock:

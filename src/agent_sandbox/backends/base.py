@@ -339,8 +339,9 @@ class Backend(abc.ABC):
     async def write_stdin(self, id: str, exec_id: str, src: ByteSource) -> int:
         """Send bytes to a command's standard input and return how many it took; the input stays open.
 
-        Waits while the command does not read. :class:`NotFoundError` when there is no such command, when it has ended,
-        or when its standard input is closed or was never asked for.
+        Waits while the command does not read. One that ends when it has all that came by then took that, which may be
+        less than ``src`` has. :class:`NotFoundError` when there is no such command, when it has ended, or when its
+        standard input is closed or was never asked for.
         """
         self._no_guest()
 

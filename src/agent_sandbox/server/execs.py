@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from agent_sandbox import models
-from agent_sandbox.errors import BackendError, ValidationError
+from agent_sandbox.errors import BackendError, NotFoundError, ValidationError
 from agent_sandbox.manager import CommandOptions
 from agent_sandbox.manager.manager import Manager
 from agent_sandbox.server import routing, views
@@ -126,7 +126,12 @@ async def write_stdin(sandbox_id: str, exec_id: str, request: Request) -> Respon
     manager: Manager = manager_of(request)
     taken = await manager.write_stdin(sandbox_id, exec_id, _not_empty(request))
     if close:
-        await manager.close_stdin(sandbox_id, exec_id)
+        try:
+            await manager.close_stdin(sandbox_id, exec_id)
+        except NotFoundError:
+            # One that ended with its last byte has nothing left to close, and what it took is what was asked.
+            if not taken:
+                raise
     return JsonReply(models.StdinTaken(taken=taken))
 
 

@@ -122,7 +122,7 @@ impl Input {
         }
         self.writers.borrow_mut().push(stream.clone());
         let writing = Writing { input: self, stream };
-        let result = self.pass_on(stream).await;
+        let result = self.pass_on(stream, ends).await;
         drop(writing);
         if ends && result.is_ok() {
             let _ = self.close();
@@ -130,13 +130,18 @@ impl Input {
         result
     }
 
-    async fn pass_on(&self, stream: &Rc<Stream>) -> Result<u64, Fault> {
+    /// A command that ends while all that came is with it has taken that much. To the stream that started it this is a
+    /// failure like any other: more of it is to be let go by.
+    async fn pass_on(&self, stream: &Rc<Stream>, ends: bool) -> Result<u64, Fault> {
         let mut taken = 0;
         loop {
             let piece = tokio::select! {
                 biased;
                 piece = stream.untaken_input() => piece,
-                () = self.over.notified() => return Err(Fault::Failed(closed())),
+                () = self.over.notified() => return match taken {
+                    1.. if !ends => Ok(taken),
+                    _ => Err(Fault::Failed(closed())),
+                },
             };
             match piece {
                 Ok(Piece::Data(bytes)) => {

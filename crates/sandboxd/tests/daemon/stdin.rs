@@ -115,6 +115,22 @@ fn another_connection_writes_and_closes() {
 }
 
 #[test]
+fn a_command_that_ends_between_two_pieces_has_taken_the_first() {
+    let host = Host::start();
+    let mut client = host.connect();
+    client.call("exec.start", &fed("once", "read -r line; echo got $line").bool("detach", true));
+    let id = client.open("exec.stdin", &by_id("once"));
+    client.upload(id, 0, b"now\n");
+    assert_eq!(client.finish(id).end.int("taken"), Some(4));
+    assert_eq!(client.call("exec.attach", &by_id("once")).out, b"got now\n");
+    // One that brought nothing is told that there is nobody.
+    client.call("exec.start", &fed("none", "sleep 60").bool("detach", true));
+    let id = client.open("exec.stdin", &by_id("none"));
+    client.call("exec.forget", &by_id("none"));
+    assert_eq!(client.finish(id).end.error(), "not_found");
+}
+
+#[test]
 fn a_close_waits_for_what_was_sent_before_and_takes_nothing_more() {
     let host = Host::start();
     let mut client = host.connect();
