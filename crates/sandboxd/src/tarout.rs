@@ -10,17 +10,20 @@
 //! Bounds: the path of an entry ([`MAX_PATH`]), and the names of all levels together with the table of hard links, for
 //! which the caller gives a share of the sandbox's memory; beyond it the export fails as `exhausted`.
 
+mod contents;
+mod links;
+mod names;
+
 use crate::errors::{Code, Failure};
 use crate::lookup;
-use crate::tarfmt::{BLOCK, Header, MAX_EXTENDED, Records, Time, kind, padding, xattr_key};
-use crate::tarsink::{Out, Stop, extents, sparse_map};
+use crate::tarfmt::{BLOCK, Header, Records, Time, kind};
+use crate::tarsink::{Out, Stop};
 use crate::uploads::is_unfinished;
-use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, RawDir, Stat, fgetxattr, flistxattr, fstat, openat, readlinkat, statat,
-};
+use links::Link;
+use names::Names;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fgetxattr, fstat, openat, readlinkat, statat};
 use rustix::io::Errno;
 use std::collections::HashMap;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use tokio::sync::mpsc::Sender;
 
@@ -28,8 +31,6 @@ use tokio::sync::mpsc::Sender;
 const MAX_OPEN: usize = 64;
 /// The longest name of an entry. What lies deeper is reported.
 const MAX_PATH: usize = 128 << 10;
-/// What the table of hard links takes for each beside the name: key, value, hash, the allocator's own.
-const LINK_BYTES: usize = 96;
 /// What the report of skipped files may take of its frame.
 const MAX_SKIPPED: usize = 100;
 const MAX_SKIPPED_BYTES: usize = 48 << 10;
@@ -121,58 +122,6 @@ fn inexpressible(path: &[u8], why: &str) -> Stop {
     Failure::new(Code::Conflict, format!("{} {why}", path.escape_ascii())).into()
 }
 
-/// The names of one directory, in order.
-struct Names {
-    bytes: Vec<u8>,
-    places: Vec<(u32, u32)>,
-    next: usize,
-}
-
-impl Names {
-    fn read(directory: &OwnedFd, most: usize) -> Result<Names, Stop> {
-        let mut names = Names { bytes: Vec::new(), places: Vec::new(), next: 0 };
-        let mut buffer = vec![MaybeUninit::uninit(); 32 << 10];
-        let mut reader = RawDir::new(directory, &mut buffer);
-        while let Some(item) = reader.next() {
-            let item = match item {
-                Ok(item) => item,
-                Err(Errno::INTR) => continue,
-                // The directory was removed while it was read.
-                Err(Errno::NOENT) => break,
-                Err(errno) => return Err(errno.into()),
-            };
-            let name = item.file_name().to_bytes();
-            if name == b"." || name == b".." {
-                continue;
-            }
-            names.places.push((names.bytes.len() as u32, name.len() as u32));
-            names.bytes.extend_from_slice(name);
-            if names.size() > most {
-                return Err(
-                    Failure::new(Code::Exhausted, "too many names in the directories on one path").into()
-                );
-            }
-        }
-        let bytes = &names.bytes;
-        names.places.sort_unstable_by(|a, b| place(bytes, *a).cmp(place(bytes, *b)));
-        Ok(names)
-    }
-
-    fn size(&self) -> usize {
-        self.bytes.len() + 8 * self.places.len()
-    }
-
-    fn next(&mut self) -> Option<&[u8]> {
-        let name = place(&self.bytes, *self.places.get(self.next)?);
-        self.next += 1;
-        Some(name)
-    }
-}
-
-fn place(bytes: &[u8], (start, length): (u32, u32)) -> &[u8] {
-    &bytes[start as usize..][..length as usize]
-}
-
 /// Whether the kernel has noted something about a directory of an overlay.
 fn overlay_says(directory: &OwnedFd, what: &str) -> bool {
     !matches!(fgetxattr(directory, what, &mut [0u8; 1][..]), Err(Errno::NODATA | Errno::OPNOTSUPP) | Ok(0))
@@ -194,12 +143,6 @@ struct Level {
     names: Names,
     /// The length of the path up to and with this directory's slash.
     path: usize,
-}
-
-/// The first name of a file that has several, and how many of them are still to come.
-struct Link {
-    name: Box<[u8]>,
-    left: u64,
 }
 
 struct Walk {
@@ -442,50 +385,6 @@ impl Walk {
         self.write(kind::FILE, &path, b"", 0, stat, Records::default())
     }
 
-    /// Note one of a file's names.
-    fn count(&mut self, stat: &Stat) -> Result<(), Stop> {
-        match self.links.get_mut(&identity(stat)) {
-            None => self.remember(stat),
-            Some(link) => {
-                link.left -= 1;
-                if link.left == 0 {
-                    self.link_bytes -= link.name.len() + LINK_BYTES;
-                    self.links.remove(&identity(stat));
-                }
-                Ok(())
-            }
-        }
-    }
-
-    /// A link to a name that is in the archive already; `false` when this is the file's first name.
-    fn linked(&mut self, stat: &Stat) -> Result<bool, Stop> {
-        let Some(link) = self.links.get_mut(&identity(stat)) else {
-            return Ok(false);
-        };
-        let name = link.name.clone();
-        link.left -= 1;
-        if link.left == 0 {
-            self.links.remove(&identity(stat));
-            self.link_bytes -= name.len() + LINK_BYTES;
-        }
-        let path = self.path.clone();
-        self.write(kind::HARD_LINK, &path, &name, 0, stat, Records::default())?;
-        Ok(true)
-    }
-
-    fn remember(&mut self, stat: &Stat) -> Result<(), Stop> {
-        if stat.st_nlink > 1 {
-            self.link_bytes += self.path.len() + LINK_BYTES;
-            if self.names + self.link_bytes > self.table_bytes {
-                return Err(Failure::new(Code::Exhausted, "too many files with several names").into());
-            }
-            #[allow(clippy::unnecessary_cast, reason = "the field is narrower on other architectures")]
-            let link = Link { name: self.path.as_slice().into(), left: stat.st_nlink as u64 - 1 };
-            self.links.insert(identity(stat), link);
-        }
-        Ok(())
-    }
-
     /// An entry without data.
     fn small(&mut self, kind: u8, link: &[u8], stat: &Stat) -> Result<(), Stop> {
         if self.linked(stat)? {
@@ -494,124 +393,5 @@ impl Walk {
         let path = self.path.clone();
         self.write(kind, &path, link, 0, stat, Records::default())?;
         self.remember(stat)
-    }
-
-    fn file(&mut self, name: &[u8], seen: &Stat) -> Result<(), Stop> {
-        let (file, stat) = match self.open(name, seen, OFlags::NOCTTY) {
-            Ok(opened) => opened,
-            // No device behind the name any more: it is not the file that was seen.
-            Err(Errno::NXIO) => return self.unreadable(Errno::NOENT),
-            Err(errno) => return self.unreadable(errno),
-        };
-        if self.linked(&stat)? {
-            return Ok(());
-        }
-        let mut records = self.attributes(&file);
-        let size = stat.st_size as u64;
-        let extents =
-            if (stat.st_blocks as u64).saturating_mul(512) < size { extents(&file, size) } else { None };
-        let data = extents.as_ref().map_or(size, |extents| extents.iter().map(|(_, length)| length).sum());
-        if data > self.max_bytes.saturating_sub(self.summary.file_bytes) {
-            let limit = self.max_bytes;
-            return Err(
-                Failure::new(Code::TooLarge, format!("the files hold more than {limit} bytes")).into()
-            );
-        }
-        self.summary.file_bytes += data;
-        let path = self.path.clone();
-        let mut whole = true;
-        match extents {
-            None => {
-                self.write(kind::FILE, &path, b"", size, &stat, records)?;
-                whole &= self.copy(&file, 0, size)?;
-                self.out.zeros(padding(size))?;
-            }
-            Some(extents) => {
-                let map = sparse_map(&extents, size);
-                if !path.is_ascii() {
-                    records.push(b"hdrcharset", b"BINARY");
-                }
-                records.push(b"GNU.sparse.major", b"1");
-                records.push(b"GNU.sparse.minor", b"0");
-                records.push(b"GNU.sparse.name", &path);
-                records.push(b"GNU.sparse.realsize", size.to_string().as_bytes());
-                let shown: Vec<u8> = [b"GNUSparseFile.0/", name]
-                    .concat()
-                    .iter()
-                    .filter(|byte| byte.is_ascii())
-                    .take(100)
-                    .copied()
-                    .collect();
-                self.write(kind::FILE, &shown, b"", map.len() as u64 + data, &stat, records)?;
-                self.out.write(&map)?;
-                for (offset, length) in extents {
-                    whole &= self.copy(&file, offset, length)?;
-                }
-                self.out.zeros(padding(data))?;
-            }
-        }
-        if !whole || fstat(&file).is_ok_and(|now| now.st_size != stat.st_size) {
-            self.skip("it changed its size while it was read");
-        }
-        self.remember(&stat)
-    }
-
-    /// Copy a stretch of a file; what has gone meanwhile is filled with zeros and answered by `false`.
-    fn copy(&mut self, file: &OwnedFd, mut offset: u64, mut left: u64) -> Result<bool, Stop> {
-        while left > 0 {
-            let space = self.out.space(left)?;
-            let room = space.len();
-            let count = match rustix::io::pread(file, &mut *space, offset) {
-                Err(Errno::INTR) => {
-                    self.out.unused(room);
-                    continue;
-                }
-                Ok(0) | Err(_) => {
-                    self.out.unused(room);
-                    self.out.zeros(left)?;
-                    return Ok(false);
-                }
-                Ok(count) => count,
-            };
-            self.out.unused(room - count);
-            offset += count as u64;
-            left -= count as u64;
-        }
-        Ok(true)
-    }
-
-    /// The `user.*` attributes of an open file or directory.
-    fn attributes(&mut self, file: &OwnedFd) -> Records {
-        let mut records = Records::default();
-        let mut list = [0u8; 4_096];
-        let size = match flistxattr(file, &mut list) {
-            Ok(0) => return records,
-            Ok(size) => size,
-            Err(Errno::RANGE) => 0,
-            // Not every file system has attributes.
-            Err(_) => return records,
-        };
-        let mut longer = Vec::new();
-        let list = if size > 0 {
-            &list[..size]
-        } else {
-            longer.resize(64 << 10, 0);
-            let size = flistxattr(file, &mut longer[..]).unwrap_or(0);
-            &longer[..size]
-        };
-        let mut value = Vec::new();
-        for name in list.split(|&byte| byte == 0).filter(|name| name.starts_with(b"user.")) {
-            // The kernel's own limit of a value.
-            value.resize(64 << 10, 0);
-            let Ok(length) = fgetxattr(file, name, &mut value[..]) else {
-                continue;
-            };
-            if records.len() + name.len() + length > MAX_EXTENDED as usize / 2 {
-                self.skip("its attributes are larger than half a MiB");
-                return Records::default();
-            }
-            records.push(&xattr_key(name), &value[..length]);
-        }
-        records
     }
 }
