@@ -51,7 +51,7 @@ _FSCK_MENDED = (0, 1, 2)
 """Exit codes of e2fsck(8): nothing wrong, mended, mended and wishing for a reboot (of a mounted root only)."""
 _FREE_SECONDS = 5.0
 _SUPERBLOCK, _SUPERBLOCK_BYTES = 1024, 1024
-_EXT4_MAGIC, _EXT4_VALID, _EXT4_NEEDS_RECOVERY = 0xEF53, 1, 4
+_EXT4_MAGIC, _EXT4_VALID, _EXT4_ERRORS, _EXT4_NEEDS_RECOVERY = 0xEF53, 1, 2, 4
 _ENV = {"PATH": "/usr/sbin:/sbin:/usr/bin:/bin", "LC_ALL": "C"}
 _FORMAT = "v3"
 """When changing the options of mkfs: count this up, or old templates stay in use."""
@@ -257,16 +257,34 @@ def _mkfs(image: Path) -> None:
         raise BackendError(f"mkfs.ext4 failed: {done.stderr[-500:].decode(errors='replace').strip()}")
 
 
-def _is_clean(image: Path) -> bool:
-    """Whether the last mount of an ext4 image ended in order: its superblock says so, and no journal waits."""
+def _superblock(image: Path) -> tuple[int, int, int]:
+    """Read magic, state and incompatible features of an ext4 image; zeros where there is no superblock.
+
+    Offsets are those of ``struct ext4_super_block`` (Documentation/filesystems/ext4/super.rst).
+    """
     with image.open("rb") as file:
         file.seek(_SUPERBLOCK)
         block = file.read(_SUPERBLOCK_BYTES)
     if len(block) < _SUPERBLOCK_BYTES:
-        return False
+        return 0, 0, 0
     magic, state = struct.unpack_from("<2H", block, 0x38)
     (incompatible,) = struct.unpack_from("<I", block, 0x60)
-    return bool(magic == _EXT4_MAGIC and state == _EXT4_VALID and not incompatible & _EXT4_NEEDS_RECOVERY)
+    return magic, state, incompatible
+
+
+def _is_clean(image: Path) -> bool:
+    """Whether the last mount of an ext4 image ended in order: its superblock says so, and no journal waits."""
+    magic, state, incompatible = _superblock(image)
+    return magic == _EXT4_MAGIC and state == _EXT4_VALID and not incompatible & _EXT4_NEEDS_RECOVERY
+
+
+def met_errors(image: Path) -> bool:
+    """Whether a kernel that had an ext4 image mounted noted errors in it, which no e2fsck has mended since.
+
+    The image may be a stranger's: of it two bytes are believed, and they decide nothing but words.
+    """
+    magic, state, _ = _superblock(image)
+    return magic == _EXT4_MAGIC and bool(state & _EXT4_ERRORS)
 
 
 def _mend(image: Path) -> None:

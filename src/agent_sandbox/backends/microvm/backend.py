@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_sandbox.backends.base import ByteSink
+from agent_sandbox.backends.linux.disk import met_errors
 from agent_sandbox.backends.linux.failures import translated
 from agent_sandbox.backends.linux.waiting import settled
 from agent_sandbox.backends.microvm import checkpoints
@@ -364,6 +365,12 @@ class MicrovmBackend(Machines):
                 await self._thread(self._layers.link_blank, environment.layers)
             if not await self._thread(self._places.ranges.keep, record.user, environment.directory):
                 raise ConflictError("another sandbox has the host ids of this one; destroy that one first")
+            if await self._thread(met_errors, environment.workspace):
+                _log.warning(
+                    "the file system of %s's workspace met errors when it ran, and nothing here can check it: export "
+                    "what matters; a rollback to a snapshot gives the sandbox a new one",
+                    id,
+                )
             await self._boot(environment, record)
         except BaseException:
             try:
