@@ -30,13 +30,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from agent_sandbox.cli import starting
 from agent_sandbox.cli.exit_codes import LocalServerError, NeedsRootError
 from agent_sandbox.config import PREFIX, default_data_dir
 from agent_sandbox.errors import ForbiddenError, InvalidRequestError
 
 IDLE_EXIT_SECONDS = 600
-START_SECONDS = 20.0
-"""Longest wait for a new server: Python's imports and a sweep over what an earlier one left, on a slow disk."""
 STOP_SECONDS = 15.0
 PROBE_SECONDS = 10.0
 """Longest wait for one answer, which comes from memory: a busy machine may still need a while."""
@@ -156,6 +155,7 @@ def _start(path: Path, data_dir: Path) -> None:
     log = data_dir / "server.log"
     if log.exists() and log.stat().st_size > LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
+    began = time.monotonic()
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         begin = os.fstat(fd).st_size
@@ -173,24 +173,36 @@ def _start(path: Path, data_dir: Path) -> None:
         )
     finally:
         os.close(fd)
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        code = process.poll()
-        if code is not None:
-            raise LocalServerError(
-                f"the local server ended with code {code} while it started", details=_tail(log, begin)
-            )
-        if path.exists() and answers(path):
-            process.returncode = 0  # it outlives us: nobody waits for it, and no warning should say so
-            return
-        time.sleep(0.02)
+    with starting.told(f"the local server starts and is waited for as long as it works; its log is {log}"):
+        is_ready = _becomes_ready(process, path, log, begin)
+    if is_ready:
+        process.returncode = 0  # it outlives us: nobody waits for it, and no warning should say so
+        return
     process.terminate()
     try:
         process.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    raise LocalServerError(f"the local server was not ready within {START_SECONDS:.0f} s", details=_tail(log, begin))
+    waited = time.monotonic() - began
+    raise LocalServerError(f"the local server was not ready after {waited:.0f} s", details=_tail(log, begin))
+
+
+def _becomes_ready(process: subprocess.Popen[bytes], path: Path, log: Path, begin: int) -> bool:
+    """Wait for a server that was started; ``False`` when patience with it is over."""
+    patience = starting.Patience(time.monotonic())
+    while patience.lasts(now := time.monotonic()):
+        code = process.poll()
+        if code is not None:
+            raise LocalServerError(
+                f"the local server ended with code {code} while it started", details=_tail(log, begin)
+            )
+        if path.exists() and answers(path):
+            return True
+        if patience.wants_look(now):
+            patience.look(now, starting.worked(process.pid))
+        time.sleep(0.02)
+    return False
 
 
 def _refuse_beside_another(data_dir: Path) -> None:
@@ -257,15 +269,18 @@ def _lock(path: Path) -> Iterator[None]:
     """Hold the start lock; whoever waits longer than a start and a stop can take is told so."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + START_SECONDS + STOP_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise LocalServerError(f"another command holds {path} and does not get the server ready") from None
-                time.sleep(0.02)
+        deadline = time.monotonic() + starting.LONGEST_SECONDS + STOP_SECONDS
+        with starting.told("another command starts the local server, and is waited for"):
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise LocalServerError(
+                            f"another command holds {path} and does not get the server ready"
+                        ) from None
+                    time.sleep(0.02)
         yield
     finally:
         os.close(fd)
