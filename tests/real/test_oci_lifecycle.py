@@ -383,6 +383,29 @@ async def test_what_a_killed_server_left_below_run_goes_with_the_next(settings: 
     await killed.close()
 
 
+async def test_what_a_vanished_data_directory_left_below_run_goes_with_any_next_server(
+    backend: OciBackend, tmp_path: Path
+) -> None:
+    vanished = OciBackend(Settings(data_dir=tmp_path / "vanished"))
+    await vanished.start()
+    run_directory = Path("/run/agent-sandbox") / vanished.instance
+    vanished._places.run_directory._let_go()  # as the kernel does for one that is killed
+    shutil.rmtree(tmp_path / "vanished")
+    disk = run_directory / "box" / "sb1-1"
+    disk.mkdir()
+    mounts.mount("none", disk, "tmpfs", 0, "size=64k")
+    (disk / "socket-of-somebody").symlink_to("nowhere")
+    try:
+        await backend.start()
+        assert (disk / "socket-of-somebody").is_symlink()
+    finally:
+        mounts.unmount(disk)
+    await backend.start()
+    assert not run_directory.exists()
+    assert (Path("/run/agent-sandbox") / backend.instance / "box").is_dir()
+    await vanished.close()
+
+
 async def test_no_secret_outside_private_files(backend: OciBackend, settings: Settings) -> None:
     await backend.create("sb1-1", SPEC)
     home = settings.data_dir / "runc" / "env" / "sb1-1"

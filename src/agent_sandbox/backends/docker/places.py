@@ -49,6 +49,7 @@ from agent_sandbox.backends.linux.environments import (
     write_private,
 )
 from agent_sandbox.backends.linux.overlay import MAX_LAYERS, OVERLAY_OPTIONS, forget_layers
+from agent_sandbox.backends.linux.rundir import RunDirectory, instance_of
 from agent_sandbox.errors import BackendError
 from agent_sandbox.types import SandboxSpec
 
@@ -192,10 +193,11 @@ class Places(DiskPlaces):
         self.environments = self.home / "env"
         self._instance = self.home / "instance"
         self.templates = self.home / "templates"
-        self._place = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        self._place = instance_of(self.data_dir)
         self._wrong = ""
         self.instance = self._known_instance()
         self.run = RUN_DIRECTORY / self._place
+        self.run_directory = RunDirectory(self.run, self.data_dir)
         self.box = self.run / "docker"
         self.links = self.run / "l"
 

@@ -30,6 +30,7 @@ import msgspec
 from agent_sandbox.backends.linux import mounts
 from agent_sandbox.backends.linux.disk import Disk
 from agent_sandbox.backends.linux.overlay import clear_probes, why_no_overlay
+from agent_sandbox.backends.linux.rundir import RunDirectory, clear_vanished
 from agent_sandbox.errors import BackendError, NotFoundError
 
 RUN_DIRECTORY = Path("/run/agent-sandbox")
@@ -146,6 +147,7 @@ class DiskPlaces(abc.ABC):
 
     environments: Path
     run: Path
+    run_directory: RunDirectory
     box: Path
 
     @abc.abstractmethod
@@ -188,15 +190,12 @@ class DiskPlaces(abc.ABC):
 
         The way to ``box`` is open to all, or no sandbox's root could come to its own root file system.
         """
-        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711), *more):
-            directory.mkdir(mode=mode, exist_ok=True)
-            directory.chmod(mode)
+        clear_vanished(self.run.parent)
+        self.run_directory.claim((self.box, 0o711), *more)
 
     def remove_empty(self, *more: Path) -> None:
         """Remove the directories below ``/run``, ``more`` ones first, where nothing is left in them."""
-        for directory in (*more, self.box, self.run):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        self.run_directory.release(*more, self.box)
 
 
 def require_layers(layers: tuple[str, ...]) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 import secrets
@@ -42,6 +41,7 @@ import msgspec
 from agent_sandbox.backends.linux.disk import clone
 from agent_sandbox.backends.linux.idranges import END, IdRanges
 from agent_sandbox.backends.linux.process import Process
+from agent_sandbox.backends.linux.rundir import RunDirectory, clear_vanished, instance_of
 from agent_sandbox.backends.microvm.config_image import config_image, new_identity
 from agent_sandbox.errors import BackendError, NotFoundError
 from agent_sandbox.types import SandboxSpec
@@ -236,10 +236,11 @@ class Places:
         self.templates = self.home / "templates"
         self.layers = self.home / "layers"
         self._kernels = self.home / "kernel"
-        self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        self.instance = instance_of(self.data_dir)
         here = f"{self.instance}-{backend}"
         self.group = f"agent-sandbox-{here}"
         self.run = RUN_DIRECTORY / here
+        self._run_directory = RunDirectory(self.run, self.data_dir)
         self.box = self.run / "vm"
         self.ranges = IdRanges(ID_DIRECTORY, id_range_base)
 
@@ -253,9 +254,8 @@ class Places:
         self.data_dir.chmod(0o700)
         for directory in (self.home, self.environments):
             directory.mkdir(mode=0o700, exist_ok=True)
-        for directory, mode in ((RUN_DIRECTORY, 0o755), (self.run, 0o711), (self.box, 0o711)):
-            directory.mkdir(mode=mode, exist_ok=True)
-            directory.chmod(mode)
+        clear_vanished(RUN_DIRECTORY)
+        self._run_directory.claim((self.box, 0o711))
         self.ranges.prepare()
 
     def keep_kernel(self, name: str, *files: Path) -> list[Path]:
@@ -281,9 +281,7 @@ class Places:
 
     def close(self) -> None:
         """Remove the directories below ``/run`` where nothing is left in them."""
-        for directory in (self.box, self.run):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        self._run_directory.release(self.box)
 
     def names(self) -> set[str]:
         """The environments that have a directory here."""

@@ -16,13 +16,13 @@ the images, which neither may clear of what the other runs from. Everything bloc
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from pathlib import Path
 
 from agent_sandbox.backends.linux.environments import RUN_DIRECTORY, DiskPlaces
 from agent_sandbox.backends.linux.idranges import IdRanges
+from agent_sandbox.backends.linux.rundir import RunDirectory, instance_of
 from agent_sandbox.backends.oci import idmap
 from agent_sandbox.backends.oci.environment import Environment, Record
 from agent_sandbox.errors import BackendError, NotFoundError
@@ -48,10 +48,11 @@ class Places(DiskPlaces):
         self.home = self.data_dir / backend
         self.environments = self.home / "env"
         self.templates = self.home / "templates"
-        self.instance = hashlib.sha256(os.fsencode(self.data_dir)).hexdigest()[:12]
+        self.instance = instance_of(self.data_dir)
         here = self.instance if backend == "runc" else f"{self.instance}-{backend}"
         self.group = f"agent-sandbox-{here}"
         self.run = RUN_DIRECTORY / here
+        self.run_directory = RunDirectory(self.run, self.data_dir)
         self.box = self.run / "box"
         self.runtime = self.run / program
         self._socket = socket
