@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 app(arguments, prog_name="agent-sandbox")
             finally:
-                sys.stdout.flush()
+                output.flush()
     except SystemExit as done:
         if isinstance(done.__context__, BrokenPipeError):  # Typer makes an exit with 1 of it
             output.close_broken_stdout()
@@ -124,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.close_broken_stdout()
         return exit_codes.BROKEN_PIPE
     except OSError as error:
+        output.drop_unwritten()
         output.note(f"{error.filename or 'this machine'}: {error.strerror or error}")
         return exit_codes.OURS if own_code else exit_codes.FAILED
     return exit_codes.OK

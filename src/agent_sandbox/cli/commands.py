@@ -166,11 +166,14 @@ def exec_(
     with connect() as client:
         sandbox = client.get(sandbox_id)
         if detach:
-            started = sandbox.start_exec(command, env=variables, workdir=workdir, timeout_seconds=timeout).info
-            if as_json:
-                output.data(dataclasses.asdict(started))
-            else:
-                output.line(started.id)
+            with signals.awaiting(f"a command may be left running: see agent-sandbox execs {sandbox_id}"):
+                started = sandbox.start_exec(command, env=variables, workdir=workdir, timeout_seconds=timeout)
+                if signals.is_pending():
+                    _forget(started)
+                elif as_json:
+                    output.data(dataclasses.asdict(started.info))
+                else:
+                    output.line(started.info.id)
             return
         code = follow(
             sandbox, command, variables, workdir, timeout, as_json=as_json, interactive_=interactive_, tty=tty

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,14 +36,33 @@ def size(count: int) -> str:
     return f"{value:.1f} {_SIZES[-1]}"
 
 
+@contextmanager
+def writing() -> Iterator[None]:
+    """Let an :class:`OSError` of the block say that it is about the standard output, which is all that is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = "standard output"
+        raise
+
+
 def data(value: object) -> None:
     """Print one JSON document."""
-    print(json.dumps(value, indent=2))
+    with writing():
+        print(json.dumps(value, indent=2))
 
 
 def line(text: str) -> None:
     """Print one line of text that may hold foreign characters."""
-    print(plain(text))
+    with writing():
+        print(plain(text))
+
+
+def flush() -> None:
+    """Bring out what was printed."""
+    with writing():
+        sys.stdout.flush()
 
 
 def note(text: str) -> None:
@@ -66,15 +86,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         Console().print(shown)
         return
     widths = [max(len(row[at]) for row in [list(columns), *cells]) for at in range(len(columns))]
-    for row in [list(columns), *cells]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    with writing():
+        for row in [list(columns), *cells]:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def raw(stream: str, data: bytes) -> None:
     """Write a piece of a command's output to the stream it came from, at once and as it is."""
     target = sys.stderr if stream == "stderr" else sys.stdout
-    target.buffer.write(data)
-    target.buffer.flush()
+    with writing():
+        target.buffer.write(data)
+        target.buffer.flush()
 
 
 def follow(events: Iterable[ExecOutputEvent], *, deadline_hint: bool = False) -> int:
@@ -104,6 +126,14 @@ def why_killed(event: ExecOutputEvent, *, deadline_hint: bool = False) -> None:
         note(f"the command was killed at its deadline, after {seconds:.1f} s: --timeout sets it")
     elif event.oom_killed:
         note("the command was killed: the sandbox's memory is used up; -m MIB makes one with more")
+
+
+def drop_unwritten() -> None:
+    """Forget what was printed and cannot be written, which the flush at exit would try, and complain about, again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        close_broken_stdout()
 
 
 def close_broken_stdout() -> None:

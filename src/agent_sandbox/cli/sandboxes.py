@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_sandbox.cli import completion, exit_codes, options, output
+from agent_sandbox.cli import completion, exit_codes, options, output, signals
+from agent_sandbox.cli.commands import destroy
 from agent_sandbox.cli.connection import connect
 from agent_sandbox.cli.waiting import fetching_told
 from agent_sandbox.errors import SandboxError
@@ -47,7 +48,11 @@ def create(
 
     With --from its workspace begins as a state; everything else is as the other options say.
     """
-    with connect() as client, fetching_told(client, image):
+    with (
+        connect() as client,
+        fetching_told(client, image),
+        signals.awaiting("a sandbox may be left behind: see agent-sandbox ls"),
+    ):
         sandbox = client.create(
             image,
             cpus=cpus,
@@ -62,10 +67,18 @@ def create(
             env=options.environment(env),
             from_=from_,
         )
-    if as_json:
-        output.data(sandbox.data)
-    else:
-        output.line(sandbox.id)
+        if signals.is_pending():
+            destroy(sandbox)
+            return
+        try:
+            if as_json:
+                output.data(sandbox.data)
+            else:
+                output.line(sandbox.id)
+            output.flush()
+        except OSError:
+            destroy(sandbox)  # nobody was told its id
+            raise
 
 
 def ls(as_json: options.Json = False) -> None:

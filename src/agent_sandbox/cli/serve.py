@@ -95,4 +95,5 @@ def openapi() -> None:
     """Print the OpenAPI document of the REST API."""
     from agent_sandbox.server.openapi import openapi_document
 
-    sys.stdout.write(openapi_document())
+    with output.writing():
+        sys.stdout.write(openapi_document())

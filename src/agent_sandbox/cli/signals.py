@@ -2,7 +2,8 @@
 
 A command that owns something (a sandbox, snapshots) runs inside :func:`handled`. SIGINT, SIGTERM and SIGHUP raise
 :class:`Interrupted` at once, except inside :func:`deferred`, where the first is kept until the block is left: a request
-whose effect we must know (a create, a destroy) is not torn. The second signal ends the process there and then.
+whose effect we must know (a create, a destroy) is not torn. The second signal ends the process there and then, which
+is said to who waits after the first one for longer than :data:`SAID_SECONDS`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, TypeVar
 
+from agent_sandbox.cli import output
+
 T = TypeVar("T")
+
+SAID_SECONDS = 2.0
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -68,6 +74,25 @@ def deferred() -> Iterator[None]:
 
 
 @contextmanager
+def awaiting(left_behind: str) -> Iterator[None]:
+    """Defer signals while something is made that the caller is to be told of, and is told inside the block.
+
+    ``left_behind`` says what may remain when a second signal does not wait for it.
+    """
+    with deferred():
+        _State.held.append(left_behind)
+        try:
+            yield
+        finally:
+            _State.held.pop()
+
+
+def is_pending() -> bool:
+    """Whether a signal has come inside :func:`deferred` and waits for its end."""
+    return _State.pending != 0
+
+
+@contextmanager
 def owning(make: Callable[[], T], release: Callable[[T], object], left_behind: Callable[[T], str]) -> Iterator[T]:
     """Hold something made inside the block: a signal, an error and the normal end all release it.
 
@@ -108,5 +133,15 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
         os._exit(128 + signum)
     if _State.depth:
         _State.pending = signum
+        timer = threading.Timer(SAID_SECONDS, _say_why_not_yet)
+        timer.daemon = True
+        timer.start()
     else:
         raise Interrupted(signum)
+
+
+def _say_why_not_yet() -> None:
+    if _State.pending:
+        output.note(
+            "ends when the server has answered, so that nothing is left behind; a second interrupt does not wait"
+        )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agent_sandbox.cli import completion, options, output
+from agent_sandbox.cli import completion, options, output, signals
 from agent_sandbox.cli.connection import connect
 
 Memory = Annotated[
@@ -36,11 +36,15 @@ def snapshot(
 ) -> None:
     """Keep the workspace of a sandbox as it is now, and print the snapshot's id."""
     with connect() as client:
-        made = client.get(sandbox_id).snapshot(name, memory=memory)
-    if as_json:
-        output.data(dataclasses.asdict(made))
-    else:
-        output.line(made.id)
+        sandbox = client.get(sandbox_id)
+        with signals.awaiting(f"a snapshot may be left behind: see agent-sandbox snapshots {sandbox_id}"):
+            made = sandbox.snapshot(name, memory=memory)
+            if signals.is_pending():
+                client.delete_snapshot(made.id)
+            elif as_json:
+                output.data(dataclasses.asdict(made))
+            else:
+                output.line(made.id)
 
 
 def snapshots(
@@ -114,17 +118,18 @@ def fork(
     with connect() as client:
         try:
             for _ in range(count):
-                made.append(
-                    client.fork(
-                        snapshot_id,
-                        timeout_seconds=ttl,
-                        network=network,
-                        cpus=cpus,
-                        memory_mb=memory,
-                        backend=backend,
-                        memory=process_memory,
+                with signals.awaiting("sandboxes may be left behind: see agent-sandbox ls"):
+                    made.append(
+                        client.fork(
+                            snapshot_id,
+                            timeout_seconds=ttl,
+                            network=network,
+                            cpus=cpus,
+                            memory_mb=memory,
+                            backend=backend,
+                            memory=process_memory,
+                        )
                     )
-                )
         finally:
             # What was made before an error is the caller's too: its ids must be known.
             if as_json:
