@@ -2,7 +2,8 @@
 
 ``spec/store.md`` ("gc", "The order of writes") is the source. The order, each step of which may be the last one:
 
-1. Remove what earlier runs left: dead packs, files without a row, rows without a file.
+1. Remove what earlier runs left: dead packs, files without a row, rows without a file. A file whose number the index
+   has never given is not of that kind, and ends gc: the index is older than it, or another store's.
 2. Mark what is alive (``marks.py``). An object that cannot be read ends gc here, with nothing removed.
 3. A living page, tree or commit that is a patch of a dead one is written out in full, because **what the index knows
    has everything below it in the store**: writers do not look below an object that is known. A dead blob has nothing
@@ -17,7 +18,6 @@ A pack that another process has open may go in 4 or 5: each writer looks at its 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ SMALL_PACK = MAX_PACK // 4
 MANY_PACKS = 16
 """Small packs from which on they are put together: each byte is then copied about once for sixteen times less files."""
 _BATCH = 512
-_FILE = re.compile(r"([0-9]{10})\.pack")
 _HAS_BELOW = (int(Kind.PAGE), int(Kind.TREE), int(Kind.COMMIT))
 
 
@@ -111,9 +110,10 @@ class _Gc:
 
     def _clean(self) -> None:
         database = self._database
+        database.need_numbered()
         self._removed_packs += database.remove_dead()
         rows = {row.number for row in database.index.packs()}
-        names = {int(found[1]) for file in database.packs.iterdir() if (found := _FILE.fullmatch(file.name))}
+        names = database.pack_files()
         if names ^ rows:
             database.need_empty(sorted(names ^ rows))
             self._unlink(sorted(names - rows))

@@ -224,6 +224,13 @@ class Index(Names):
         rows = self.query("SELECT number, closed, dead FROM packs ORDER BY number")
         return [PackRow(number, bool(closed), bool(dead)) for number, closed, dead in rows]
 
+    def last_number(self) -> int:
+        """Return the highest number that a pack was ever given; 0 before the first."""
+        rows = self.query("SELECT seq FROM sqlite_sequence WHERE name = 'packs'")
+        if rows and not isinstance(rows[0][0], int):
+            raise StoreDamagedError(f"a damaged index {self.path}: the count of packs is no number")
+        return rows[0][0] if rows else 0
+
     @contextmanager
     def transaction(self, before_commit: Callable[[], None] = lambda: None) -> Iterator[Transaction]:
         """Change the index: all of it when the block ends well, nothing when it raises or asked for a rollback.

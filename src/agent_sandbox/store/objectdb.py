@@ -18,6 +18,7 @@ stays open between two writers of a process; each writer first looks whether gc 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -44,8 +45,9 @@ from agent_sandbox.store.writer import PackedWriter
 
 CACHE_BYTES = 16 << 20
 """Canonical bytes of directories, pages and commits that are kept in memory."""
-_TRIES = 16
-"""Numbers of packs that are tried when the files are there already (an index that is older than its packs)."""
+_PACK = re.compile(r"([0-9]{10})\.pack")
+_SHOWN = 8
+"""Packs that an error names."""
 
 
 class ObjectDatabase:
@@ -84,11 +86,17 @@ class ObjectDatabase:
         """Open the store in ``path``; ``wait_seconds`` is how long any operation waits for others.
 
         :class:`NotFoundError` when there is none, :class:`StoreVersionError` for a newer one (nothing was written),
-        :class:`StoreDamagedError` when it is incomplete.
+        :class:`StoreDamagedError` when it is incomplete, or its index is not the one of its packs.
         """
         store = read_store(path)
         probe(path / "index.sqlite")
-        return cls(path, store, wait_seconds=wait_seconds, files=files)
+        database = cls(path, store, wait_seconds=wait_seconds, files=files)
+        try:
+            database.need_numbered()
+        except BaseException:
+            database.close()
+            raise
+        return database
 
     def __enter__(self) -> Self:
         return self
@@ -219,14 +227,32 @@ class ObjectDatabase:
             if pack.usable and row is not None and not row.closed and not row.dead:
                 return pack
             pack.close()
-        for _ in range(_TRIES):
-            with self.index.transaction() as change:
-                number = change.add_pack()
-            try:
-                return Pack(self.files, self.id, number)
-            except FileExistsError:
-                continue
-        raise StoreDamagedError("a damaged store: there are packs that the index does not know; run gc")
+        with self.index.transaction() as change:
+            number = change.add_pack()
+            if os.path.lexists(self.packs / pack_name(number)):  # undone: a number that was given is no foreign pack's
+                raise _foreign(self.path, [number])
+        try:
+            return Pack(self.files, self.id, number)
+        except FileExistsError:
+            raise _foreign(self.path, [number]) from None
+
+    def pack_files(self) -> set[int]:
+        """Return the numbers of the packs that are there as files."""
+        try:
+            return {int(found[1]) for file in self.packs.iterdir() if (found := _PACK.fullmatch(file.name))}
+        except OSError as error:
+            raise failed("list the packs", error) from error
+
+    def need_numbered(self) -> None:
+        """Raise :class:`StoreDamagedError` when there are packs with numbers that the index has never given.
+
+        It is then older than they are, or another one, and what it leads to says nothing of what they hold. A number is
+        given before its file is made, so files are listed before the index is asked.
+        """
+        files = self.pack_files()
+        last = self.index.last_number()
+        if foreign := sorted(number for number in files if number > last):
+            raise _foreign(self.path, foreign)
 
     def give_pack(self, pack: Pack) -> None:
         """Take a pack back from a writer: it is kept for the next one where it can be."""
@@ -277,6 +303,16 @@ class ObjectDatabase:
     def _retire(self, pack: Pack) -> None:
         pack.close()
         self._to_close.append(pack.number)
+
+
+def _foreign(store: Path, numbers: Sequence[int]) -> StoreDamagedError:
+    names = ", ".join(pack_name(number) for number in numbers[:_SHOWN])
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return StoreDamagedError(
+        f"a damaged store: {store / 'index.sqlite'} is older than {names}{more} in packs/, or of another store; nothing"
+        " was changed. Put back the index that belongs to them, or the whole store from a backup; to go on without what"
+        " they hold, move them out of packs/"
+    )
 
 
 class _Cache:

@@ -321,16 +321,29 @@ def test_leftovers_of_every_line_of_the_table_are_mended(database: ObjectDatabas
         row_without_file = change.add_pack()
         tail = change.add_pack()
         dead = change.add_pack()
+        gone = change.add_pack()
         change.change("UPDATE packs SET closed = 1, dead = 1 WHERE number = ?", (dead,))
+        change.remove_packs([gone])
     (database.packs / f"{tail:010d}.pack").write_bytes(b"ASBPACK1 and a torn record")
     (database.packs / f"{dead:010d}.pack").write_bytes(b"rows were moved")
-    (database.packs / "0000009999.pack").write_bytes(b"nobody's")
+    (database.packs / f"{gone:010d}.pack").write_bytes(b"unlinked, but the disk forgot it")
     (database.packs / "notes.txt").write_bytes(b"not ours")
     report = run(database)
     assert row_without_file not in [row.number for row in database.index.packs()]
     assert sorted(file.name for file in database.packs.iterdir()) == ["0000000001.pack", "notes.txt"]
     assert report.packs_removed == 3
     assert state(database, kept) == {b"a": b"1"}
+
+
+def test_gc_leaves_a_store_alone_whose_index_is_older_than_its_packs(database: ObjectDatabase) -> None:
+    keep(database, {b"gone": b"0"}, "gone")
+    remove(database, "gone")
+    keep(database, {b"a": b"1"})
+    (database.packs / "0000009999.pack").write_bytes(b"perhaps somebody's states")
+    left, packs = known(database), pack_bytes(database)
+    with pytest.raises(StoreDamagedError, match=r"0000009999\.pack"):
+        collect(database, wait_seconds=1)
+    assert (known(database), pack_bytes(database)) == (left, packs)
 
 
 def test_dead_packs_go_also_when_a_writer_closes(database: ObjectDatabase, path: Path) -> None:

@@ -26,6 +26,7 @@ from agent_sandbox.errors import (
 from agent_sandbox.store import objectdb, writer
 from agent_sandbox.store.catalog import Ref, RefKind
 from agent_sandbox.store.chunks import cuts
+from agent_sandbox.store.index import Index
 from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Kind, identity
 from agent_sandbox.store.ports import Row
@@ -406,11 +407,54 @@ def test_pack_that_another_process_closed_is_not_appended_to(database: ObjectDat
     assert place.pack == 2
 
 
-def test_file_that_the_index_does_not_know_is_left_alone(database: ObjectDatabase) -> None:
-    (database.packs / "0000000001.pack").write_bytes(b"of an older index")
+def test_pack_that_appears_under_an_open_store_is_left_alone(database: ObjectDatabase, path: Path) -> None:
+    file = database.packs / "0000000001.pack"
+    file.write_bytes(b"of another index")
+    for _ in range(2):
+        with pytest.raises(StoreDamagedError, match=file.name):
+            put(database, b"hello")
+    assert file.read_bytes() == b"of another index"
+    assert database.index.packs() == [], "its number counts as never given"
+    with pytest.raises(StoreDamagedError, match=file.name):
+        ObjectDatabase.open(path)
+    file.unlink()
     (id,) = put(database, b"hello")
     assert database.read(id, Kind.BLOB) == b"hello"
-    assert (database.packs / "0000000001.pack").read_bytes() == b"of an older index"
+
+
+@pytest.mark.parametrize("older", ["empty", "before the last pack"])
+def test_store_whose_index_is_older_than_its_packs_is_not_opened(path: Path, older: str) -> None:
+    """gc would take the packs for leftovers, and a writer would go on in their numbers."""
+    with ObjectDatabase.create(path) as database:
+        put(database, b"first")
+    index = path / "index.sqlite"
+    before = index.read_bytes()
+    with ObjectDatabase.open(path) as database:
+        ids = put(database, b"second")
+    after = index.read_bytes()
+    packs = {file.name: file.read_bytes() for file in (path / "packs").iterdir()}
+    assert sorted(packs) == ["0000000001.pack", "0000000002.pack"]
+    index.unlink()
+    if older == "empty":
+        Index.create(index)
+    else:
+        index.write_bytes(before)
+    for _ in range(2):
+        with pytest.raises(StoreDamagedError, match=r"older than .*0000000002\.pack.*[Pp]ut back the index"):
+            ObjectDatabase.open(path)
+    assert {file.name: file.read_bytes() for file in (path / "packs").iterdir()} == packs
+    index.write_bytes(after)
+    with ObjectDatabase.open(path) as database:
+        assert database.read(ids[0], Kind.BLOB) == b"second"
+
+
+def test_error_about_foreign_packs_is_bounded(path: Path) -> None:
+    ObjectDatabase.create(path).close()
+    for number in range(1, 1_001):
+        (path / "packs" / f"{number:010d}.pack").touch()
+    with pytest.raises(StoreDamagedError, match="and 992 more") as raised:
+        ObjectDatabase.open(path)
+    assert len(str(raised.value)) < 1_000 + len(str(path))
 
 
 def test_gc_keeps_operations_out_and_they_say_so(database: ObjectDatabase, path: Path) -> None:
