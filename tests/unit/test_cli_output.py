@@ -162,3 +162,13 @@ def test_an_end_that_nobody_knows_is_an_error() -> None:
 
     with pytest.raises(errors.BackendError, match="not known"):
         output.follow([ExecOutputEvent(type="exit")])
+
+
+def test_an_error_without_a_file_is_about_what_is_written() -> None:
+    with pytest.raises(OSError, match=r"out\.tar") as raised, output.writing("out.tar"):
+        raise OSError(28, "No space left on device")
+    assert raised.value.filename == "out.tar"
+    with pytest.raises(OSError, match=r"in\.tar"), output.writing("out.tar"):
+        raise OSError(28, "No space left on device", "in.tar")
+    with pytest.raises(BrokenPipeError), output.writing():
+        raise BrokenPipeError

@@ -164,7 +164,7 @@ def test_sandboxes_outlive_the_project_that_they_came_from(server: Running, clie
         kept = sandbox.snapshot()
         with client.create(from_=kept) as other:
             assert (other.read_text("d/f"), other.read_text("new")) == ("in layer 0\n", "1")
-    with pytest.raises(NotFoundError, match="no project 'site'"):
+    with pytest.raises(NotFoundError, match=r"no project 'site'; there is none \(agent-sandbox project init"):
         client.delete_project("site")
     with pytest.raises(NotFoundError):
         client.create(project="site")

@@ -153,9 +153,11 @@ def test_no_auth_needs_no_key_but_the_origin(tmp_path: Path) -> None:
 def test_unknown_routes_and_methods_have_the_shape(server: Running) -> None:
     reply = server.call("GET", "/v1/nothing")
     assert (reply.status, reply.error["code"]) == (404, "not_found")
+    assert reply.error["message"] == "there is no route GET /v1/nothing; see /docs"
     assert server.call("GET", "/nothing", key=False).error["code"] == "not_found"
     assert server.call("GET", "/v1/sandboxes/").status == 404
     reply = server.call("PATCH", "/v1/snapshots")
     assert (reply.status, reply.error["code"], reply.headers["allow"]) == (405, "method_not_allowed", "GET")
+    assert reply.error["message"] == "/v1/snapshots takes no PATCH"
     assert server.call("HEAD", "/healthz").status == 405
     assert server.call("OPTIONS", "/v1/snapshots").status == 405

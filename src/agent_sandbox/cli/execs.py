@@ -54,7 +54,7 @@ def logs(
             output.follow(events)
             return
         for event in events:
-            print(json.dumps(dataclasses.asdict(event)), flush=True)
+            output.at_once(json.dumps(dataclasses.asdict(event)))
 
 
 def kill(

@@ -76,7 +76,8 @@ def cp(
         if here is not None:
             upload(client.get(here[1]), Path(source), _inside(here[2]), done)
         elif there is not None:
-            download(client.get(there[1]), _inside(there[2]), Path(target), done)
+            with output.writing(target):
+                download(client.get(there[1]), _inside(there[2]), Path(target), done)
     if as_json:
         left_out = [{"path": path, "reason": reason} for path, reason in done.skipped]
         programs = done.noticed.told()
@@ -95,14 +96,14 @@ def watch(
     with connect() as client, closing(client.get(sandbox_id).watch(_inside(path), recursive=not flat)) as events:
         for event in events:
             if as_json:
-                print(json.dumps(dataclasses.asdict(event)), flush=True)
+                output.at_once(json.dumps(dataclasses.asdict(event)))
             elif event.type == "ready":
                 output.note(f"watching {path}")
             elif event.type == "lost":
                 output.note("more changed than could be told: look again at everything")
             else:
                 shown = event.path if event.to is None else f"{event.path} -> {event.to}"
-                print(output.plain(f"{event.type} {shown}{'/' if event.directory else ''}"), flush=True)
+                output.at_once(output.plain(f"{event.type} {shown}{'/' if event.directory else ''}"))
 
 
 def upload(sandbox: Sandbox, source: Path, target: str, done: Copied) -> None:

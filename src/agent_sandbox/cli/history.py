@@ -91,7 +91,8 @@ def export(
                 for piece in pieces:
                     output.raw("stdout", piece)
             return
-        size = client.download_snapshot(snapshot_id, file)
+        with output.writing(file):
+            size = client.download_snapshot(snapshot_id, file)
     if as_json:
         output.data({"snapshot_id": snapshot_id, "file": file, "bytes": size})
 

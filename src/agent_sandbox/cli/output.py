@@ -37,13 +37,13 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Let an :class:`OSError` of the block say that it is about the standard output, which is all that is written."""
+def writing(what: str = "standard output") -> Iterator[None]:
+    """Let an :class:`OSError` of the block that names no file say that it is about what is written in it."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
-            error.filename = "standard output"
+            error.filename = what
         raise
 
 
@@ -57,6 +57,12 @@ def line(text: str) -> None:
     """Print one line of text that may hold foreign characters."""
     with writing():
         print(plain(text))
+
+
+def at_once(text: str) -> None:
+    """Print one line of text of ours where more may be long in coming."""
+    with writing():
+        print(text, flush=True)
 
 
 def flush() -> None:

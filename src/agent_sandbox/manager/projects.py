@@ -24,7 +24,7 @@ from agent_sandbox.manager.history import require_commit
 from agent_sandbox.manager.keeping import MAX_NAMES_BYTES
 from agent_sandbox.manager.merging import Merging
 from agent_sandbox.manager.records import SnapshotRecord
-from agent_sandbox.manager.references import SANDBOX_ID, check_project, newest
+from agent_sandbox.manager.references import SANDBOX_ID, check_project, newest, require_project
 from agent_sandbox.manager.workspaces import PROJECT
 from agent_sandbox.store import HeadMoved, Layer, Store, UpToDate
 from agent_sandbox.store.ports import Progress
@@ -116,13 +116,18 @@ class Projects(Merging):
         """Give a project with its newest layers."""
         check_project(name)
         with self._active():
-            return await self._fleet.workspaces.ask(lambda store: _look(store, name, limit))
+            return await self._fleet.workspaces.ask(lambda store: _find(store, name, limit))
 
     async def delete_project(self, name: str) -> None:
         """Remove a project with its layers and branches. Sandboxes and snapshots that came from it stay."""
         check_project(name)
+
+        def delete(store: Store) -> None:
+            require_project(store, name)
+            store.delete_project(name)
+
         with self._active():
-            await self._fleet.workspaces.ask(lambda store: store.delete_project(name))
+            await self._fleet.workspaces.ask(delete)
             self._fleet.workspaces.littered()
 
     async def publish(self, name: str, state: str) -> Published:
@@ -135,7 +140,7 @@ class Projects(Merging):
             if not SANDBOX_ID.fullmatch(state):
                 origin = await self.origin(state)
                 return await self._fleet.workspaces.ask(lambda store: _publish(store, name, origin.commit))
-            await self._fleet.workspaces.ask(lambda store: _look(store, name, 1))
+            await self._fleet.workspaces.ask(lambda store: _find(store, name, 1))
             taken = await self.snapshot(state, f"for {name}")
             try:
                 commit = require_commit(taken)
@@ -186,6 +191,11 @@ def _check_free(store: Store, name: str) -> None:
         raise LimitExceededError(f"there are {MAX_PROJECTS} projects already; remove one")
 
 
+def _find(store: Store, name: str, limit: int) -> ProjectRecord:
+    require_project(store, name)
+    return _look(store, name, limit)
+
+
 def _look(store: Store, name: str, limit: int) -> ProjectRecord:
     layers = deque(store.layers(name), maxlen=limit)
     found = next((project for project in store.projects() if project.name == name), None)
@@ -201,6 +211,7 @@ def _shown(store: Store, layer: Layer) -> LayerRecord:
 
 
 def _publish(store: Store, name: str, commit: str) -> Published:
+    require_project(store, name)
     done = store.extend(name, commit)
     if isinstance(done, HeadMoved):
         last = newest(store, name)

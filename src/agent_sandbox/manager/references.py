@@ -26,6 +26,7 @@ from agent_sandbox.store import Layer, Store, refs
 
 SANDBOX_ID = re.compile(r"sb[a-z0-9]{16}")
 SNAPSHOT_ID = re.compile(r"snap[a-z0-9]{16}")
+_SHOWN = 10
 _NUMBER = re.compile(r"@?(0|[1-9][0-9]{0,6})")
 
 
@@ -95,8 +96,24 @@ def _find(store: Store, text: str | None, project: str | None) -> tuple[str, str
     assert text
     if reference.project == PROJECT:
         raise InvalidRequestError(f"{PROJECT} is the server's own project; name a snapshot in place of {text!r}")
+    if not reference.digits:
+        require_project(store, reference.project)
     if not reference.digits and reference.layer is None and ":" not in text:
         text = f"{reference.project}@{newest(store, reference.project).number}"
     commit = store.resolve(text).hex()
     next(iter(store.entries(commit)), None)  # says so when the state is gone
     return commit, commit if reference.digits else text, project or reference.project or None
+
+
+def require_project(store: Store, name: str) -> None:
+    """Say which of the callers' projects there are, when it is none of them."""
+    names = []
+    for project in store.projects():
+        if project.name == name:
+            return
+        if project.name != PROJECT:
+            names.append(project.name)
+    known = (
+        f"there are: {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}" if names else "there is none"
+    )
+    raise NotFoundError(f"no project {name!r}; {known} (agent-sandbox project init NAME DIR makes one)")

@@ -165,6 +165,10 @@ async def handle_typed(request: Request, error: Exception) -> Response:
 async def handle_http(request: Request, error: Exception) -> Response:
     """Answer an error of the framework."""
     assert isinstance(error, HTTPException)
+    if error.detail in ("Not Found", "Method Not Allowed"):  # the router's own words, of a status alone
+        method, path = request.method, request.scope["path"][:200]
+        known = error.status_code == 405
+        error.detail = f"{path} takes no {method}" if known else f"there is no route {method} {path}; see /docs"
     return for_http(error)
 
 
