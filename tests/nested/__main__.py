@@ -14,7 +14,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="how long it may take")
     parser.add_argument("command", nargs="+")
     told = parser.parse_args()
-    return outer.run(told.command, seconds=told.seconds, say=lambda line: print(line, flush=True))
+    try:
+        return outer.run(told.command, seconds=told.seconds, say=lambda line: print(line, flush=True))
+    except (TimeoutError, outer.MachineDiedError) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from tests.nested import outer
 
 SECONDS = 900
 """Everything is emulated twice, beside other tests."""
+TRIES = 3
+"""An emulated machine that dies is no word on what ran in it: one run of tens does, of a fault of its emulator."""
 
 
 @pytest.mark.real
-@pytest.mark.timeout(SECONDS + 600)
+@pytest.mark.timeout(TRIES * SECONDS + 600)
 def test_machines_go_on_in_forks_are_jailed_and_are_found_again_on_a_real_firecracker() -> None:
     tests = (
         "tests/e2e/test_microvm_checkpoints.py::test_a_counter_goes_on_after_a_rollback_and_in_three_forks",
@@ -26,6 +28,14 @@ def test_machines_go_on_in_forks_are_jailed_and_are_found_again_on_a_real_firecr
         print(line)  # what a machine that ends too soon had come to
 
     command = ["python3", "-m", "pytest", "-p", "no:cacheprovider", "-o", f"timeout={SECONDS}", *tests]
-    code = outer.run(command, seconds=SECONDS, say=say)
+    for left in reversed(range(TRIES)):
+        said.clear()
+        try:
+            code = outer.run(command, seconds=SECONDS, say=say)
+            break
+        except outer.MachineDiedError as died:
+            print(died)
+            if not left:
+                raise
     assert code == 0, "\n".join(said)
     assert f"{len(tests)} passed" in said[-1]
