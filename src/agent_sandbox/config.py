@@ -10,6 +10,7 @@ When adding a setting: give it help and bounds here, then run ``make docs``.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import tomllib
@@ -21,6 +22,8 @@ from typing import Any
 from agent_sandbox.errors import InvalidRequestError
 
 PREFIX = "AGENT_SANDBOX_"
+_OTHERS = ("CONFIG", "URL", "API_KEY", "STORE", "AUTHOR")
+"""What variables with the prefix mean beside settings: where those are, and what clients and the command line read."""
 MIN_KEY_LENGTH = 16
 WORKSPACES = ("auto", "overlay", "copy")
 
@@ -137,6 +140,10 @@ class Settings:
             raise _bad("api_keys", f"each key needs at least {MIN_KEY_LENGTH} characters")
         if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise _bad("api_keys", "a key is printable ASCII without spaces, or no header could carry it")
+        try:
+            os.fspath(self.data_dir).encode()
+        except UnicodeEncodeError:
+            raise _bad("data_dir", "the path is not UTF-8, and no runtime could be told of it") from None
         if not self.host:
             raise _bad("host", "is empty, which would mean every interface; name one")
         if self.workspaces not in WORKSPACES:
@@ -187,6 +194,18 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environ: Mapping[s
         if value is not None:
             values[name] = _parse(name, value)
     return Settings(**values)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that begin as ours do and mean nothing, each with the one spelt most like it, or ``""``."""
+    known = [*(field.name.upper() for field in dataclasses.fields(Settings)), *_OTHERS]
+    found = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX)
+        if name != variable and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            found[variable] = PREFIX + near[0] if near else ""
+    return found
 
 
 def describe() -> Iterator[tuple[str, str, str]]:

@@ -227,3 +227,19 @@ def test_each_check(change: dict[str, object], check: str, status: str, detail: 
 def test_version_reads_the_first_dotted_number() -> None:
     assert checks.version("runc version 1.1.5+ds1\ncommit: 1.1.5") == (1, 1, 5)
     assert checks.version("no number 7 here") == ()
+
+
+def test_names_that_nobody_knows_are_told() -> None:
+    wrong = dataclasses.replace(GOOD, backends=("rnc", "docker"), known_backends=("docker", "runc"))
+    assert (verdict(wrong, "settings").status, verdict(wrong, "settings").remedy) == (
+        "fail",
+        "known here: docker, runc",
+    )
+    assert "rnc" in verdict(wrong, "settings").detail
+    misspelt = dataclasses.replace(
+        GOOD, unknown_variables={"AGENT_SANDBOX_MAX_SANDBOXS": "AGENT_SANDBOX_MAX_SANDBOXES"}
+    )
+    assert verdict(misspelt, "settings").status == "warn"
+    assert "AGENT_SANDBOX_MAX_SANDBOXES" in verdict(misspelt, "settings").remedy
+    strange = dataclasses.replace(GOOD, unknown_variables={"AGENT_SANDBOX_X": ""})
+    assert "settings.md" in verdict(strange, "settings").remedy

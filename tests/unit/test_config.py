@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent_sandbox.config import PREFIX, Settings, describe, load_settings
+from agent_sandbox.config import PREFIX, Settings, describe, load_settings, unknown_variables
 from agent_sandbox.errors import InvalidRequestError
 
 KEY = "k" * 16
@@ -192,3 +192,18 @@ def test_every_setting_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[PREFIX + "DATA_DIR"][0] == "/var/lib/agent-sandbox"
     assert rows[PREFIX + "PORT"][0] == "8080"
     assert rows[PREFIX + "ALLOWED_IMAGES"][0] == "*"
+
+
+def test_variables_that_are_no_settings_are_told_with_the_nearest() -> None:
+    environ = {name: "" for name, _, _ in describe()} | {"AGENT_SANDBOX_URL": "", "AGENT_SANDBOX_STORE": "", "HOME": ""}
+    assert unknown_variables(environ) == {}
+    environ |= {"AGENT_SANDBOX_MAX_SANDBOXEN": "3", "AGENT_SANDBOX_QQ": ""}
+    assert unknown_variables(environ) == {
+        "AGENT_SANDBOX_MAX_SANDBOXEN": "AGENT_SANDBOX_MAX_SANDBOXES",
+        "AGENT_SANDBOX_QQ": "",
+    }
+
+
+def test_a_data_directory_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="DATA_DIR: the path is not UTF-8"):
+        load_settings(environ={"AGENT_SANDBOX_DATA_DIR": "/srv/\udcff"})

@@ -374,3 +374,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     lock = DataLock(path)
     lock.acquire()
     lock.release()
+
+
+@pytest.mark.parametrize(("free", "kind"), [(0, LimitExceededError), (100, BackendError)])
+def test_a_failed_write_on_a_full_disk_is_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kind: type[Exception]
+) -> None:
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+    found = list(os.statvfs(tmp_path))
+    found[4] = free  # f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(found))
+    assert type(state._translate(error, tmp_path / "state.db")) is kind

@@ -69,6 +69,9 @@ class Probe:
     data_dir: str = ""
     data_dir_mode: int | None = None
     data_dir_uid: int | None = None
+    backends: tuple[str, ...] = ("runc",)
+    known_backends: tuple[str, ...] = ("runc",)
+    unknown_variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def microvms_wanted(self) -> bool:
@@ -346,9 +349,22 @@ def data_directory(probe: Probe) -> Finding:
     return Finding("data directory", "ok", f"{probe.data_dir}, mode {probe.data_dir_mode:o}")
 
 
+def settings(probe: Probe) -> Finding:
+    """Names that somebody knows."""
+    if unknown := [name for name in probe.backends if name not in probe.known_backends]:
+        remedy = f"known here: {', '.join(probe.known_backends)}"
+        return Finding("settings", "fail", f"AGENT_SANDBOX_BACKENDS names {', '.join(unknown)}", remedy)
+    if probe.unknown_variables:
+        near = [f"{name} may be meant as {other}" for name, other in probe.unknown_variables.items() if other]
+        remedy = "; ".join(near) or "docs/reference/settings.md has them all"
+        return Finding("settings", "warn", f"{', '.join(probe.unknown_variables)}: no such setting, ignored", remedy)
+    return Finding("settings", "ok", f"backends: {', '.join(probe.backends)}")
+
+
 CHECKS: tuple[Callable[[Probe], Finding], ...] = (
     kernel,
     root,
+    settings,
     cgroups,
     overlayfs,
     workspaces,

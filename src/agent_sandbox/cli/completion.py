@@ -53,8 +53,9 @@ def _ids(incomplete: str, ask: Callable[[SandboxClient], list[str]]) -> list[str
         from agent_sandbox.client import SandboxClient
         from agent_sandbox.config import load_settings
 
-        url = os.environ.get("AGENT_SANDBOX_URL") or f"unix://{local_server.socket_path(load_settings().data_dir)}"
-        with SandboxClient(url, timeout=SECONDS) as client:
+        url = os.environ.get("AGENT_SANDBOX_URL")
+        uds = None if url else local_server.socket_path(load_settings().data_dir)
+        with SandboxClient(url, uds=uds, timeout=SECONDS) as client:
             return [id for id in ask(client) if id.startswith(incomplete)]
     except Exception:  # noqa: BLE001 - a message would land in the line that is being typed
         return []

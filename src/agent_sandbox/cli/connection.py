@@ -22,4 +22,4 @@ def connect() -> SandboxClient:
     url = os.environ.get("AGENT_SANDBOX_URL")
     if url:
         return SandboxClient(url)
-    return SandboxClient(f"unix://{local_server.ensure(load_settings().data_dir)}")
+    return SandboxClient(uds=local_server.ensure(load_settings().data_dir))

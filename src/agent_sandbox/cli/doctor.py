@@ -15,7 +15,7 @@ import typer
 
 from agent_sandbox import installing
 from agent_sandbox.cli import checks, exit_codes, options, output
-from agent_sandbox.config import Settings, load_settings
+from agent_sandbox.config import Settings, load_settings, unknown_variables
 from agent_sandbox.errors import SandboxError
 
 TOOL_SECONDS = 10
@@ -104,6 +104,9 @@ def gather(settings: Settings) -> checks.Probe:
         data_dir=os.fspath(data_dir),
         data_dir_mode=None if found is None else found.st_mode & 0o7777,
         data_dir_uid=None if found is None else found.st_uid,
+        backends=settings.backends,
+        known_backends=tuple(_backend_names()),
+        unknown_variables=unknown_variables(os.environ),
     )
 
 
@@ -232,6 +235,12 @@ def _overlay_problem() -> str | None:
     from agent_sandbox.backends.linux.overlay import why_no_overlay
 
     return why_no_overlay(Path("/run"))
+
+
+def _backend_names() -> list[str]:
+    from agent_sandbox.backends import backend_names
+
+    return backend_names()
 
 
 def _systemd() -> Literal["absent", "running", "running with our unit"]:

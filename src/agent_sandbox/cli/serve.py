@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from agent_sandbox.cli import local_server, output
-from agent_sandbox.config import load_settings
+from agent_sandbox.config import load_settings, unknown_variables
 from agent_sandbox.errors import ConflictError
 
 
@@ -78,6 +78,10 @@ def serve(
     handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request to a Docker engine
+    for name, other in unknown_variables(os.environ).items():
+        logging.getLogger(__name__).warning(
+            "%s is no setting and ignored%s", name, f": is it {other}?" if other else ""
+        )
     # A terminal that goes away ends the server as SIGTERM does: in order.
     signal.signal(signal.SIGHUP, lambda signum, frame: os.kill(os.getpid(), signal.SIGTERM))
     run.serve(settings, uds=unix)

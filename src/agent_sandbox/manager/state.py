@@ -369,9 +369,17 @@ def _key(id: str) -> str:
     return id.encode("ascii", "replace").decode("ascii")
 
 
+def _is_full(path: Path) -> bool:
+    try:
+        return os.statvfs(path.parent).f_bavail == 0
+    except OSError:
+        return False
+
+
 def _translate(error: sqlite3.Error, path: Path) -> SandboxError:
     code = getattr(error, "sqlite_errorcode", None)
-    if code == sqlite3.SQLITE_FULL:
+    # Some file systems tell a lack of room for the log and its index as any other failure to write.
+    if code == sqlite3.SQLITE_FULL or (code is not None and code & 0xFF == sqlite3.SQLITE_IOERR and _is_full(path)):
         return LimitExceededError(f"the disk of {path.parent} is full")
     if code in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
         return BackendError(f"{path} is damaged ({error}); restore it from a backup: nothing was changed or removed")
