@@ -33,6 +33,7 @@ use crate::read::{Location, Reader};
 pub(crate) use cursor::{Above, Cursor, open_tree};
 pub(crate) use dirs::Dir;
 use dirs::{Dirs, OPEN};
+pub(crate) use files::open_page;
 use files::{Part, Writing};
 use links::{Claim, Links};
 pub(crate) use metadata::Metadata;

@@ -6,6 +6,7 @@
 pub mod attributes;
 pub mod capture;
 pub mod chunk;
+pub mod count;
 pub mod difference;
 pub mod error;
 pub mod format;

@@ -154,6 +154,16 @@ class NativeEngine:
                 threads=options.threads,
             )
 
+    def data_bytes(self, root: Entry, objects: Objects, *, known: tuple[Entry, int] | None = None) -> int:
+        """See :class:`~agent_sandbox.store.ports.Engine`."""
+        with _translated():
+            return _native.data_bytes(
+                encode_root(root),
+                objects.packs,
+                objects.locate,
+                known=None if known is None else (encode_root(known[0]), known[1]),
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:

@@ -182,3 +182,9 @@ class Engine(Protocol):
         root. A file whose metadata alone changed is laid out whole. Linked files appear with all of their
         names when one changed.
         """
+
+    def data_bytes(self, root: Entry, objects: Objects, *, known: tuple[Entry, int] | None = None) -> int:
+        """Count the bytes of data in the files below ``root``: holes not counted, a file with several names once.
+
+        ``known``: the root of another state with its count; only what differs from that is read, where this is enough.
+        """

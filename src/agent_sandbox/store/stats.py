@@ -6,7 +6,7 @@ A file counts once, whatever the number of its names, and the names may be anywh
 (``diff.py``) tells the sum only where it has every name of each linked file in it. It does where no changed path was a
 name of a linked file before, and where the path that a new link id is made from is among the changed ones: then the
 group is new, and so are all of its names. Otherwise everything is counted. Of two versions of a large file only the
-pages that differ are read.
+pages that differ are read. ``crates/engine/src/count.rs`` does the same for the store; this is its reference.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from agent_sandbox.store.objectdb import ObjectDatabase
 from agent_sandbox.store.objects import Entry, Type
 from agent_sandbox.store.outcomes import Conflicts, Created, HeadMoved, UpToDate
 from agent_sandbox.store.ports import Captured, Engine, Options, OverlayRefusedError, Progress, Upper, Writer
-from agent_sandbox.store.stats import Stats, data_bytes, data_bytes_after, stats
+from agent_sandbox.store.stats import Stats, stats
 from agent_sandbox.store.tarin import Cut
 from agent_sandbox.store.tarinput import Limits
 from agent_sandbox.store.tarout import Sink
@@ -414,9 +414,8 @@ class Store:
         """
         with self._database.reading():
             _, root = self._state(ref)
-            if known is None:
-                return data_bytes(self._database, root)
-            return data_bytes_after(self._database, self._state(known[0])[1], known[1], root)
+            before = None if known is None else (self._state(known[0])[1], known[1])
+            return self._engine.data_bytes(root, self._database, known=before)
 
     def export_tar(
         self, ref: str, out: Sink, *, owner: tuple[int, int] = (0, 0), progress: Progress | None = None

@@ -1,18 +1,28 @@
-"""The bytes of a state's files: counted whole, against a plain model, and counted from another state."""
+"""The bytes of a state's files: counted whole, against a plain model, and counted from another state, by each engine.
+
+``stats.py`` is the reference of the engine in Rust: both are given the same states.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_sandbox.errors import StoreDamagedError, StoreError
 from agent_sandbox.store.chunks import put_pages, put_tree
+from agent_sandbox.store.native import NativeEngine
 from agent_sandbox.store.objects import Entry, Extent, Kind, Type
+from agent_sandbox.store.ports import Engine, Location
 from agent_sandbox.store.stats import data_bytes, data_bytes_after
+from tests.unit.store.engines import ENGINES, each_engine, memory
 from tests.unit.store.memory import MemoryObjects
 from tests.unit.store.states import Edit, Tree, apply, build, edits, file, states, tree
+from tests.unit.store.trees import scratch
 
 
 class Counting(MemoryObjects):
@@ -44,10 +54,31 @@ def modelled(state: Tree) -> int:
 @given(states(), edits(8))
 def test_counted_from_another_state_it_is_the_same(old: Tree, changes: list[Edit]) -> None:
     new = apply(old, changes)
-    objects = MemoryObjects()
-    before, after = build(objects, old), build(objects, new)
-    assert data_bytes(objects, after) == modelled(new)
-    assert data_bytes_after(objects, before, modelled(old), after) == modelled(new)
+    with scratch() as place:
+        objects = memory(place)
+        before, after = build(objects, old), build(objects, new)
+        objects.seal()
+        for engine in ENGINES:
+            assert engine.data_bytes(after, objects) == modelled(new)
+            assert engine.data_bytes(after, objects, known=(before, modelled(old))) == modelled(new)
+
+
+@each_engine
+def test_directories_of_many_pages(engine: Engine, tmp_path: Path) -> None:
+    """Also one that grows, shrinks, comes and goes."""
+    objects = memory(tmp_path)
+    many = {f"d/f{n}".encode(): file(b"x" * (n % 90)) for n in range(3_000)}
+    many[b"e"] = replace(many[b"d/f7"], type=Type.DIRECTORY, data=b"", mode=0o755)
+    many |= {b"e/" + name[2:]: node for name, node in list(many.items()) if name.startswith(b"d/f1")}
+    some = {name: node for name, node in many.items() if not name.startswith((b"d/f23", b"e"))}
+    some[b"d/f5"] = file(b"other")
+    versions = [tree(many), tree(some), tree({b"d": file(b"no directory")}), tree()]
+    roots = [build(objects, version) for version in versions]
+    objects.seal()
+    for version, after in zip(versions, roots, strict=True):
+        assert engine.data_bytes(after, objects) == modelled(version)
+        for old, before in zip(versions, roots, strict=True):
+            assert engine.data_bytes(after, objects, known=(before, modelled(old))) == modelled(version)
 
 
 LINKED = tree(a=file(b"one", inode=1), b=file(b"one", inode=1), c=file(b"one", inode=1), d=file(b"four"))
@@ -66,10 +97,13 @@ LINKED = tree(a=file(b"one", inode=1), b=file(b"one", inode=1), c=file(b"one", i
         tree({**LINKED, b"e": file(b"seven..", inode=2), b"f": file(b"seven..", inode=2)}),
     ],
 )
-def test_names_of_one_file_come_and_go(new: Tree) -> None:
-    objects = MemoryObjects()
+def test_names_of_one_file_come_and_go(new: Tree, tmp_path: Path) -> None:
+    objects = memory(tmp_path)
     before, after = build(objects, LINKED), build(objects, new)
-    assert data_bytes_after(objects, before, 7, after) == data_bytes(objects, after) == modelled(new)
+    objects.seal()
+    for engine in ENGINES:
+        counted = engine.data_bytes(after, objects, known=(before, 7))
+        assert counted == engine.data_bytes(after, objects) == modelled(new)
 
 
 def paged(objects: MemoryObjects, extents: list[Extent]) -> Entry:
@@ -98,9 +132,14 @@ lengths = st.lists(st.integers(-50, 50).filter(bool), max_size=900)
 def test_of_large_files_the_pages_that_differ_are_enough(
     first: list[int], old: list[int], new: list[int], last: list[int]
 ) -> None:
-    objects = MemoryObjects()
-    before, after = (paged(objects, filled([*first, *middle, *last])) for middle in (old, new))
-    assert data_bytes_after(objects, before, data_bytes(objects, before), after) == data_bytes(objects, after)
+    with scratch() as place:
+        objects = memory(place)
+        before, after = (paged(objects, filled([*first, *middle, *last])) for middle in (old, new))
+        objects.seal()
+        counts = (data_bytes(objects, before), data_bytes(objects, after))
+        for engine in ENGINES:
+            assert engine.data_bytes(before, objects) == counts[0]
+            assert engine.data_bytes(after, objects, known=(before, counts[0])) == counts[1]
 
 
 def test_what_is_equal_is_not_read() -> None:
@@ -126,3 +165,21 @@ def test_a_file_that_only_its_times_changed_of_is_not_read() -> None:
     objects.reads = 0
     assert data_bytes_after(objects, root, 10, touched) == 10
     assert objects.reads == 2
+
+
+class Unwilling(MemoryObjects):
+    """Cannot say where anything is."""
+
+    def locate(self, ids: Sequence[bytes]) -> list[Location | None]:
+        raise StoreError("not now")
+
+
+def test_what_is_wrong_is_told_as_the_stores_errors(tmp_path: Path) -> None:
+    native = NativeEngine()
+    objects = memory(tmp_path)
+    root = build(objects, tree(a=file(b"one")))
+    objects.seal()
+    with pytest.raises(StoreDamagedError, match="missing"):
+        native.data_bytes(replace(root, content=bytes(32)), objects)
+    with pytest.raises(StoreError, match="not now"):
+        native.data_bytes(root, Unwilling(tmp_path))

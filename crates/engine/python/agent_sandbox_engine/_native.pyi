@@ -63,3 +63,11 @@ def verify(
     progress: Callable[[int, int, int, int], None] | None,
 ) -> list[tuple[tuple[int, int, bytes | None, int] | None, str | None]]:
     """Return for each row kind, canonical length, base and depth of its record, or why it is damaged."""
+
+def data_bytes(
+    root: bytes,
+    packs: PathLike[str],
+    locate: Callable[[Sequence[bytes]], Sequence[Any]],
+    *,
+    known: tuple[bytes, int] | None,
+) -> int: ...

@@ -6,7 +6,7 @@ use super::pool::Pool;
 use super::{Layout, Task, damaged_content};
 use crate::error::{Error, Result};
 use crate::format::{Body, Content, Entry, Extent, Id, Kind, Page, decode_entry, decode_page};
-use crate::read::Location;
+use crate::read::{Location, Reader};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -111,20 +111,32 @@ pub fn begin(
     write(layout, pool, Arc::new(file), part)
 }
 
-/// Write one part.
-pub fn write(layout: &Layout<'_>, pool: &Pool<Task>, file: Arc<Writing>, part: Part) -> Result<()> {
-    let page = decode_page(&layout.reader.list(&part.id, Kind::Page, part.location)?)?;
-    if part.level.is_some_and(|level| level != page.level()) {
+/// Read a page of a file and check it against what is known of it: `length` bytes of the file are below. A root's level
+/// is not known before.
+pub fn open_page(
+    reader: &Reader<'_>,
+    id: &Id,
+    location: Option<Location>,
+    level: Option<u8>,
+    length: u64,
+) -> Result<Page> {
+    let page = decode_page(&reader.list(id, Kind::Page, location)?)?;
+    if level.is_some_and(|level| level != page.level()) {
         return Err(damaged_content("a page of a wrong level"));
     }
     let total: u128 = match &page {
         Page::Extents(extents) => extents.iter().map(|extent| u128::from(extent.length)).sum(),
         Page::Children(_, children) => children.iter().map(|child| u128::from(child.weight)).sum(),
     };
-    if total != u128::from(part.length) {
+    if total != u128::from(length) {
         return Err(damaged_content("its lengths do not add up to the size"));
     }
-    match page {
+    Ok(page)
+}
+
+/// Write one part.
+pub fn write(layout: &Layout<'_>, pool: &Pool<Task>, file: Arc<Writing>, part: Part) -> Result<()> {
+    match open_page(layout.reader, &part.id, part.location, part.level, part.length)? {
         Page::Extents(extents) => write_extents(layout, &file, &extents, part)?,
         Page::Children(level, children) => {
             let ids: Vec<Id> = children.iter().map(|child| child.id).collect();

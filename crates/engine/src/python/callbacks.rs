@@ -3,10 +3,38 @@
 use crate::error::{Error, Result};
 use crate::format::Id;
 use crate::host::{Done, Host, Records};
-use crate::read::Location;
+use crate::read::{Locate, Location};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+fn locations(locate: &Py<PyAny>, ids: &[Id]) -> Result<Vec<Option<Location>>> {
+    Python::attach(|py| -> PyResult<_> {
+        let found = locate.bind(py).call1((list(py, ids)?,))?;
+        let mut places = Vec::with_capacity(ids.len());
+        for place in found.try_iter()? {
+            let place = place?;
+            let number = |name| place.getattr(name)?.extract::<u64>();
+            places.push(if place.is_none() {
+                None
+            } else {
+                Some(Location { pack: number("pack")?, offset: number("offset")?, length: number("length")? })
+            });
+        }
+        Ok(places)
+    })
+    .map_err(foreign)
+}
+
+/// The index for work on the thread that called; each question looks for signals too.
+pub struct PyIndex(pub Py<PyAny>);
+
+impl Locate for PyIndex {
+    fn locate(&self, ids: &[Id]) -> Result<Vec<Option<Location>>> {
+        Python::attach(|py| py.check_signals()).map_err(foreign)?;
+        locations(&self.0, ids)
+    }
+}
 
 /// What a capture writes to.
 pub struct PyWriter {
@@ -44,25 +72,7 @@ impl PyHost {
 
 impl Host for PyHost {
     fn locate(&mut self, ids: &[Id]) -> Result<Vec<Option<Location>>> {
-        Python::attach(|py| -> PyResult<_> {
-            let found = self.locate.bind(py).call1((list(py, ids)?,))?;
-            let mut places = Vec::with_capacity(ids.len());
-            for place in found.try_iter()? {
-                let place = place?;
-                let number = |name| place.getattr(name)?.extract::<u64>();
-                places.push(if place.is_none() {
-                    None
-                } else {
-                    Some(Location {
-                        pack: number("pack")?,
-                        offset: number("offset")?,
-                        length: number("length")?,
-                    })
-                });
-            }
-            Ok(places)
-        })
-        .map_err(foreign)
+        locations(&self.locate, ids)
     }
 
     fn has(&mut self, ids: &[Id]) -> Result<Vec<bool>> {

@@ -1,7 +1,8 @@
-//! `checkout`, `difference` and `verify` for Python.
+//! `checkout`, `difference`, `verify` and `data_bytes` for Python.
 
-use super::callbacks::PyHost;
+use super::callbacks::{PyHost, PyIndex};
 use super::{descriptor, detached, raise};
+use crate::count::{data_bytes as count, data_bytes_after as count_after};
 use crate::difference::difference as lay_out_difference;
 use crate::error::{Error, Result};
 use crate::format::{ID_BYTES, Id, Owner, decode_root};
@@ -86,6 +87,28 @@ pub fn difference(
         served(&mut host, |client| {
             lay_out_difference(&Reader::new(packs, client), &old, &new, directory.as_fd(), options, client)
         })
+    })
+    .map_err(raise)
+}
+
+/// See `ports.Engine.data_bytes`; `known` is a root and its count. It works on this thread.
+#[pyfunction]
+#[pyo3(signature = (root, packs, locate, *, known))]
+pub fn data_bytes(
+    py: Python<'_>,
+    root: Vec<u8>,
+    packs: PathBuf,
+    locate: Py<PyAny>,
+    known: Option<(Vec<u8>, i128)>,
+) -> PyResult<i128> {
+    let index = PyIndex(locate);
+    detached(py, || {
+        let reader = Reader::new(open_packs(&packs)?, &index);
+        let new = decode_root(&root)?;
+        match &known {
+            None => count(&reader, &new),
+            Some((old, total)) => count_after(&reader, &decode_root(old)?, *total, &new),
+        }
     })
     .map_err(raise)
 }

@@ -100,5 +100,5 @@ mod _native {
     #[pymodule_export]
     use super::cut;
     #[pymodule_export]
-    use super::layout::{checkout, difference, verify};
+    use super::layout::{checkout, data_bytes, difference, verify};
 }
