@@ -167,6 +167,7 @@ def test_a_pipe_or_device_is_written_to_and_stays(store: Store, site: Path, tmp_
     (tmp_path / "null").symlink_to("/dev/null")
     store("export", "site", tmp_path / "null")
     assert (tmp_path / "null").is_symlink()
+    assert store("export", "site", "/dev/full", code=1) == "agent-sandbox: /dev/full: No space left on device\n"
 
 
 def test_what_is_refused(store: Store, site: Path, tmp_path: Path) -> None:

@@ -115,8 +115,9 @@ def outcome(result: Created | UpToDate | HeadMoved, as_json: bool, quiet: bool =
         if not made:
             output.note("nothing had changed")
         elif report.files or report.directories:
+            files = "1 file" if report.files == 1 else f"{report.files} files"
             output.note(
-                f"{report.files} files, {output.size(report.bytes)}; read {output.size(report.read)}, "
+                f"{files}, {output.size(report.bytes)}; read {output.size(report.read)}, "
                 f"stored {output.size(report.stored)}"
             )
 

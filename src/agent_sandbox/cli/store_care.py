@@ -34,17 +34,18 @@ def export(
 ) -> None:
     """Write a state as a tar (PAX, exact to the nanosecond), or as an OCI image layer over another state."""
     if str(file) == "-":
-        _export(context, state, layer_over, sys.stdout.buffer)
+        with output.writing():
+            _export(context, state, layer_over, sys.stdout.buffer)
         return
     if file.is_dir():
         raise InvalidRequestError(f"{file} is a directory; name a file")
     if file.exists() and not file.is_file():  # a device or a pipe is written to, not replaced
-        with file.open("wb") as out:
+        with output.writing(str(file)), file.open("wb") as out:
             _export(context, state, layer_over, out)
         return
     part = file.with_name(f".{file.name[:100]}.{secrets.token_hex(4)}")
     try:
-        with part.open("xb") as out:
+        with output.writing(str(file)), part.open("xb") as out:
             _export(context, state, layer_over, out)
         part.replace(file)
     except BaseException:
