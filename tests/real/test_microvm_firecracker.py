@@ -10,7 +10,7 @@ from tests.nested import outer
 SECONDS = 900
 """Everything is emulated twice, beside other tests."""
 TRIES = 3
-"""An emulated machine that dies is no word on what ran in it: one run of tens does, of a fault of its emulator."""
+"""An emulated machine that dies is no word on what ran in it."""
 
 
 @pytest.mark.real
