@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ async def test_a_command_that_is_not_kept_says_why_it_was_killed(backend: Microv
         events = backend.exec("sb1-1", argv, env={}, workdir="/workspace", timeout_seconds=120)
         (end,) = [event async for event in events if isinstance(event, ExecExit)]
         assert (end.signal, end.oom_killed) == (signal.SIGKILL, killed)
+
+
+async def test_threads_run_on_two_processors(backend: MicrovmBackend) -> None:
+    program = (
+        "import ctypes, os, threading; seen = set(); where = ctypes.CDLL(None).sched_getcpu\n"
+        "def run(cpu): os.sched_setaffinity(0, {cpu}); sum(range(20000)); seen.add(where())\n"
+        "threads = [threading.Thread(target=run, args=(n % 2,)) for n in range(8)]\n"
+        "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
+        "print(os.cpu_count(), sorted(seen))"
+    )
+    await backend.create("sb1-1", replace(SPEC, cpus=1.5))
+    assert await shell(backend, "sb1-1", f'python3 -c "{program}"') == "2 [0, 1]\n"
 
 
 async def test_a_monitor_is_jailed_and_its_death_is_a_stop_that_keeps_the_workspace(

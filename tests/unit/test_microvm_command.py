@@ -75,6 +75,27 @@ def test_the_guest_of_an_emulator_is_told_the_rate_of_its_clock() -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "vcpus", "words"),
+    [
+        # Until 8.1 QEMU read code to translate it without a lock on its page ("accel/tcg: Always lock pages before
+        # translation", August 2023).
+        ("7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3), layout 2", 2, ",thread=single"),
+        ("8.0.5, layout 2", 2, ",thread=single"),
+        ("7.2.22, layout 2", 1, ""),
+        ("8.1.0, layout 2", 2, ""),
+        ("10.0.2 (Debian 1:10.0.2+ds-2), layout 2", 4, ""),
+        ("unheard of", 2, ",thread=single"),
+    ],
+)
+def test_processors_that_an_old_emulator_would_let_run_stale_code_take_turns(
+    version: str, vcpus: int, words: str
+) -> None:
+    facts = Facts("qemu", version, False, "emulated", "no KVM")
+    argv = arguments(replace(SPEC, vcpus=vcpus), facts, goes_on=False, tsc_khz=None)
+    assert after(argv, "-accel") == [f"tcg,tb-size=64{words}"]
+
+
+@pytest.mark.parametrize(
     ("cpuinfo", "khz"),
     [
         # As a host whose kernel says "tsc: Detected 2596.125 MHz processor" shows it.

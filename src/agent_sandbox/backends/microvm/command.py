@@ -17,10 +17,15 @@ from agent_sandbox.backends.microvm.monitor import Facts, MachineSpec
 LAYOUT = 2
 TB_CACHE_MB = 64
 """Of translated code, per machine under TCG. QEMU's own default is up to 1 GiB of the host's memory."""
+_TRANSLATES_SAFELY = (8, 1)
+"""An older QEMU reads code to translate it before it watches the page for changes. With processors side by side one may
+go on for ever with code that another has just replaced, as kernels and compilers in time do, and the guest hangs: there
+they take turns."""
 GUEST_PORT = "sandboxd"
 _KERNEL_ARGUMENTS = ("console=ttyS0", "quiet", "reboot=t", "panic=-1", "random.trust_cpu=on", "cryptomgr.notests")
 _TCG_ARGUMENTS = ("tsc=reliable", "no_timer_check", "nokaslr", "mitigations=off")
 """Calibration and checks that an emulated clock fails, and protection from a processor that is not there."""
+_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})")
 _BOGOMIPS = re.compile(r"^bogomips\s*:\s*(\d{1,6})\.(\d\d)\s*$", re.MULTILINE)
 
 
@@ -46,7 +51,6 @@ def arguments(spec: MachineSpec, facts: Facts, *, goes_on: bool, tsc_khz: int | 
     from :attr:`Given.STATE`. ``tsc_khz`` is the rate of the host's time stamp counter, which a guest under TCG sees and
     would calibrate for seconds, or hang in it.
     """
-    accelerator = "kvm" if facts.accelerated else f"tcg,tb-size={TB_CACHE_MB}"
     kernel_arguments = [*_KERNEL_ARGUMENTS]
     if not facts.accelerated:
         kernel_arguments += _TCG_ARGUMENTS
@@ -56,7 +60,7 @@ def arguments(spec: MachineSpec, facts: Facts, *, goes_on: bool, tsc_khz: int | 
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-S"),
         *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
         *("-machine", "microvm,pit=off,pic=off,rtc=on,memory-backend=memory,suppress-vmdesc=on"),
-        *("-accel", accelerator, "-cpu", cpu_model(facts.accelerated), "-smp", str(spec.vcpus)),
+        *("-accel", _accelerator(spec, facts), "-cpu", cpu_model(facts.accelerated), "-smp", str(spec.vcpus)),
         *("-m", f"{spec.memory_mb}M", "-object", _memory(spec.memory_mb, shared=not goes_on)),
         *("-kernel", _path(Given.KERNEL), "-initrd", _path(Given.INITRD), "-append", " ".join(kernel_arguments)),
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
@@ -87,6 +91,14 @@ def tsc_khz(cpuinfo: str) -> int | None:
     """
     found = _BOGOMIPS.search(cpuinfo)
     return (int(found[1]) * 100 + int(found[2])) * 5 if found else None
+
+
+def _accelerator(spec: MachineSpec, facts: Facts) -> str:
+    if facts.accelerated:
+        return "kvm"
+    found = _VERSION.match(facts.version)
+    safe = found is not None and (int(found[1]), int(found[2])) >= _TRANSLATES_SAFELY
+    return f"tcg,tb-size={TB_CACHE_MB}" + ("" if safe or spec.vcpus == 1 else ",thread=single")
 
 
 def _memory(memory_mb: int, *, shared: bool) -> str:
