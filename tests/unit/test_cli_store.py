@@ -187,3 +187,24 @@ def test_what_is_refused(store: Store, site: Path, tmp_path: Path) -> None:
     store("import", "site", tmp_path / "evil.tar", code=64)
     store("export", "site", site, code=64)  # a directory is no place for a file
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_lost_index_is_made_anew(store: Store, site: Path, tmp_path: Path) -> None:
+    store("init", "site", site)
+    (site / "new").write_text("more")
+    second = store("commit", "site", site, as_json=True)["commit"]
+    index = tmp_path / "states" / "index.sqlite"
+    whole = index.read_bytes()
+    index.unlink()
+    assert "rebuild" in store("ls", code=80)
+    found = store("rebuild", "--quiet", as_json=True)
+    assert (found["states"], found["incomplete"], found["unnamed"], found["lost"]) == (2, 0, 1, [])
+    assert store("cat", "rebuilt@0", "new") == b"more"
+    assert store("log", "rebuilt", as_json=True)[0]["commit"] == second
+    index.write_bytes(whole)
+    store("commit", "site", site)
+    assert store("rebuild", "--quiet") == b""
+    assert [row["name"] for row in store("ls", "site", as_json=True)] == ["main", "@0"]
+    (tmp_path / "states" / "packs" / "0000000002.pack").write_bytes(b"")
+    assert store("rebuild", "--quiet", code=1, as_json=True)["lost"] == ["site:main"]
+    assert store("check") == b""

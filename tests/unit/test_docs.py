@@ -48,7 +48,7 @@ def test_every_setting_is_documented() -> None:
 def test_every_command_is_documented_and_in_the_readme() -> None:
     page, readme = (REFERENCE / "cli.md").read_text(), (ROOT / "README.md").read_text()
     found = list(commands())
-    assert len(found) == 61
+    assert len(found) == 62
     assert [name for name in found if f"## {name}\n" not in page] == []
     shown = re.findall(r"`(?:agent-sandbox )?((?:image |store |project )?[a-z]+)", readme)
     assert [name for name in found if name.removeprefix("agent-sandbox ") not in shown] == []

@@ -4,7 +4,7 @@ use crate::absence::Absence;
 use crate::children;
 use crate::config::Config;
 use crate::conn::Conn;
-use crate::exec::Objects;
+use crate::exec::{Objects, Pool};
 use crate::machine::Machine;
 use crate::machine::group::{self, Slot};
 use crate::memory::Kills;
@@ -20,6 +20,7 @@ use std::os::fd::OwnedFd;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::io::unix::AsyncFd;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
@@ -64,7 +65,9 @@ pub struct Daemon {
     pub can_part: bool,
     /// What proves a client: that of the configuration, until a restored daemon is given another.
     pub key: Cell<[u8; 32]>,
-    /// By their process ids, with the group of their command.
+    /// Supervisors that wait for a command.
+    pub pool: Pool,
+    /// Those that have one, by their process ids, with its group.
     supervisors: RefCell<HashMap<i32, Option<Slot>>>,
     hunting: Cell<bool>,
     strangers: RefCell<VecDeque<Weak<Conn>>>,
@@ -104,6 +107,7 @@ impl Daemon {
             parting: Notify::new(),
             absence: Absence::default(),
             can_part,
+            pool: Pool::default(),
             supervisors: RefCell::default(),
             hunting: Cell::new(false),
             strangers: RefCell::default(),
@@ -173,6 +177,16 @@ impl Daemon {
         self.supervisors.borrow_mut().insert(pid, slot);
     }
 
+    /// A command is over with all that it left, and its supervisor may have another.
+    pub fn supervisor_idle(&self, pid: i32, control: Rc<AsyncFd<OwnedFd>>) {
+        if let Some(slot) = self.supervisors.borrow_mut().remove(&pid) {
+            if let (Some(machine), Some(slot)) = (&self.machine, slot) {
+                machine.group.give(slot);
+            }
+            self.pool.give(control, pid);
+        }
+    }
+
     /// How many processes the commands of a machine are.
     pub fn command_processes(&self) -> rustix::io::Result<u64> {
         self.supervisors.borrow().values().flatten().map(Slot::processes).sum()
@@ -186,6 +200,7 @@ impl Daemon {
     /// Reap every child that has ended: supervisors, and as PID 1 whatever else was left to us.
     pub fn reap(self: &Rc<Daemon>) {
         while let Ok(Some((pid, status))) = waitpid(None, WaitOptions::NOHANG) {
+            self.pool.forget(pid);
             let supervisor = self.supervisors.borrow_mut().remove(&pid.as_raw_nonzero().get());
             let Some(slot) = supervisor else { continue };
             let died = status.exit_status().is_none();
@@ -212,6 +227,7 @@ impl Daemon {
                 children::for_each(|pid| {
                     if !daemon.supervisors.borrow().contains_key(&pid)
                         && let Some(pid) = Pid::from_raw(pid)
+                        && !daemon.pool.has(pid)
                     {
                         found = true;
                         let _ = kill_process(pid, Signal::KILL);

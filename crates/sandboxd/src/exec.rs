@@ -19,6 +19,7 @@ mod input;
 mod object;
 pub mod ops;
 mod outcome;
+mod pool;
 mod request;
 mod ring;
 mod start;
@@ -42,6 +43,7 @@ use tokio::task::{spawn_local, yield_now};
 use tokio::time::{Instant, sleep_until};
 
 pub use object::Objects;
+pub use pool::Pool;
 pub use request::{Request, id};
 pub use tty::Size;
 
@@ -252,6 +254,14 @@ impl Running {
                     Some(Report::Signalled { processes, outcome }) => {
                         if let Some(object) = &self.object {
                             object.signalled(processes, outcome);
+                        }
+                    }
+                    Some(Report::Idle { pid }) => {
+                        if let Some(object) = &self.object {
+                            object.is_left();
+                        }
+                        if let Some(control) = self.control.take() {
+                            self.daemon.supervisor_idle(pid, control);
                         }
                     }
                     None => {}

@@ -21,6 +21,7 @@ mod vsock;
 
 use crate::conn::Conn;
 use crate::daemon::{Daemon, fill_random};
+use crate::standing;
 use crate::transport::Transport;
 use boot::{Booted, Channel, Layers};
 use group::Group;
@@ -80,6 +81,7 @@ pub fn run() -> ! {
 fn serve(booted: Booted) -> Result<(), String> {
     crate::harden()?;
     let open_files = crate::raise_open_files();
+    let standing = standing::first().ok();
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| format!("cannot open /dev/null: {errno}"))?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -113,6 +115,7 @@ fn serve(booted: Booted) -> Result<(), String> {
         let _ = machine.user.set((uid, gid));
         let daemon = Daemon::new(identity.config, open_files, null, None, false, Some(machine.clone()))
             .map_err(|error| format!("cannot start: {error}"))?;
+        daemon.pool.expect(standing);
         let mut children =
             signal(SignalKind::child()).map_err(|error| format!("cannot watch signals: {error}"))?;
         let reaper = daemon.clone();

@@ -3,22 +3,24 @@
 //! The daemon forks it, it forks the command. It is a child subreaper, so that everything the command starts,
 //! double forks and new sessions included, stays below a parent that the command cannot signal. It has one
 //! descriptor, [`CONTROL`]: reports go up, [`KILL`] and [`SIGNAL`] come down, and the end of it means that the
-//! daemon is gone.
+//! daemon is gone. A standing one (`standing.rs`) was there before its command and waits for the next when the tree is
+//! empty; another is forked for one command, has a copy of its plan, and ends with its tree.
 //!
-//! It was forked from a process with threads, so it makes system calls only: no allocation, no lock, no
+//! It may have been forked from a process with threads, so it makes system calls only: no allocation, no lock, no
 //! formatting. Killing the tree needs no new process or thread and goes on until there is no child left: scan,
 //! SIGKILL, and reap when all are dead. The rounds are bounded by time, since a process stuck in the kernel dies
 //! later than its signal; the supervisor then reports the failure and goes on trying.
 
-use crate::launch::{self, Plan};
+use crate::launch::{self, Command, Plan};
 use crate::tree::Outcome;
 use libc::{c_int, c_ulong, pid_t};
+use std::convert::Infallible;
 use std::io;
 
 /// The descriptor of the control socket in the supervisor and, close-on-exec, in the child.
 pub const CONTROL: c_int = 3;
 /// The control group of the command, in a machine.
-const GROUP: c_int = 4;
+pub const GROUP: c_int = 4;
 /// Above the descriptors that are put in their places.
 const OUT_OF_THE_WAY: c_int = 64;
 /// A message from the daemon has two bytes: what to do and a number for it.
@@ -65,6 +67,8 @@ pub enum Report {
     Started { pid: i32 },
     /// The answer to [`SIGNAL`].
     Signalled { processes: u64, outcome: Outcome },
+    /// The last word about a tree of which nothing is left, or the first of a new supervisor: it waits for a command.
+    Idle { pid: i32 },
 }
 
 pub const REPORT_BYTES: usize = 40;
@@ -83,6 +87,7 @@ impl Report {
             Report::Killed { empty } => [3, u64::from(empty), 0, 0, 0],
             Report::Started { pid } => [4, pid as u64, 0, 0, 0],
             Report::Signalled { processes, outcome } => [5, processes, outcome as u64, 0, 0],
+            Report::Idle { pid } => [6, pid as u64, 0, 0, 0],
         };
         let mut bytes = [0; REPORT_BYTES];
         for (place, field) in bytes.chunks_exact_mut(8).zip(fields) {
@@ -113,6 +118,7 @@ impl Report {
                     .find(|outcome| *outcome as u64 == second)?;
                 Report::Signalled { processes: first, outcome }
             }
+            6 => Report::Idle { pid: i32::try_from(first).ok()? },
             _ => return None,
         })
     }
@@ -137,8 +143,14 @@ pub struct Descriptors {
     pub announce: bool,
 }
 
-/// Fork a supervisor that starts the plan's command, and answer its process id.
+/// Fork a supervisor that starts the plan's command and ends with its tree, and answer its process id.
 pub fn spawn(plan: &Plan, fds: &Descriptors) -> io::Result<pid_t> {
+    // SAFETY: the child makes system calls alone and never returns.
+    fork_with(|| unsafe { supervise(plan, fds) })
+}
+
+/// Fork a child that runs `child` and answer its process id.
+pub fn fork_with(child: impl FnOnce() -> Infallible) -> io::Result<pid_t> {
     // SAFETY: signals are blocked around the fork, so none of the daemon's handlers, which write to pipes that
     // parent and child share, can run in the child before it has put them away. The child never returns.
     unsafe {
@@ -146,13 +158,13 @@ pub fn spawn(plan: &Plan, fds: &Descriptors) -> io::Result<pid_t> {
         let mut before: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
-        let child = fork();
-        if child == 0 {
-            supervise(plan, fds);
+        let pid = fork();
+        if pid == 0 {
+            child();
         }
         let error = io::Error::last_os_error();
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
-        if child < 0 { Err(error) } else { Ok(child) }
+        if pid < 0 { Err(error) } else { Ok(pid) }
     }
 }
 
@@ -188,16 +200,15 @@ extern "C" fn wake(_: c_int) {}
 unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
     // SAFETY: system calls on this process's own descriptors and signals.
     unsafe {
-        reset_signals();
-        libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as c_ulong);
-        libc::prctl(libc::PR_SET_NAME, c"sandboxd-exec".as_ptr());
+        let settled = settle();
         let group = match fds.group {
             -1 => -1,
             group => libc::fcntl(group, libc::F_DUPFD_CLOEXEC, OUT_OF_THE_WAY),
         };
         // All four are above 2, so no copy overwrites one that is still needed, and the copies to 0, 1 and 2
         // come before the one to 3.
-        let placed = libc::dup2(fds.stdin, 0) >= 0
+        let placed = settled
+            && libc::dup2(fds.stdin, 0) >= 0
             && libc::dup2(fds.stdout, 1) >= 0
             && libc::dup2(fds.stderr, 2) >= 0
             && (fds.control == CONTROL || libc::dup3(fds.control, CONTROL, libc::O_CLOEXEC) >= 0);
@@ -207,28 +218,62 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
             libc::_exit(1);
         }
         close_from(if fds.group < 0 { CONTROL } else { GROUP } + 1);
+        match begin(&plan.command(), fds.group >= 0, fds.announce) {
+            Some(tree) => watch(tree),
+            None => libc::_exit(1),
+        }
+        libc::_exit(0)
+    }
+}
+
+/// Be a supervisor: what is the same for every command; `false` when something of it cannot be.
+///
+/// # Safety
+/// As for [`supervise`].
+pub unsafe fn settle() -> bool {
+    // SAFETY: system calls on this process alone.
+    unsafe {
+        reset_signals();
+        libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as c_ulong);
+        libc::prctl(libc::PR_SET_NAME, c"sandboxd-exec".as_ptr());
+        launch::empty_bounding_set() >= 0
+    }
+}
+
+/// Start the command, whose descriptors are in their places, and keep none of them but the group; `None`, and a report,
+/// where there is no process for it.
+///
+/// # Safety
+/// As for [`supervise`].
+pub unsafe fn begin(command: &Command<'_>, grouped: bool, announce: bool) -> Option<Tree> {
+    // SAFETY: system calls on this process's own descriptors.
+    unsafe {
         // Whoever holds the writing end has not executed its program yet.
         let mut running = [-1; 2];
-        if fds.announce && libc::pipe2(running.as_mut_ptr(), libc::O_CLOEXEC) < 0 {
-            Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
-            libc::_exit(1);
+        let mut child = -1;
+        if !announce || libc::pipe2(running.as_mut_ptr(), libc::O_CLOEXEC) == 0 {
+            child = if grouped { fork_into(GROUP) } else { fork() };
         }
-        let child = if fds.group < 0 { fork() } else { fork_into(GROUP) };
         if child == 0 {
-            launch::start(plan);
+            launch::start(command);
         }
         if child < 0 {
             Report::failed(Stage::Fork, *libc::__errno_location()).send(CONTROL);
-            libc::_exit(1);
         }
         // The command's output ends when the command and its children are done with it.
         for fd in 0..CONTROL {
             libc::close(fd);
         }
-        if fds.announce {
+        if running[1] >= 0 {
             libc::close(running[1]);
         }
-        watch(Tree { command: child, starting: running[0], grouped: fds.group >= 0 })
+        if child < 0 {
+            if running[0] >= 0 {
+                libc::close(running[0]);
+            }
+            return None;
+        }
+        Some(Tree { command: child, starting: running[0], grouped })
     }
 }
 
@@ -253,7 +298,7 @@ unsafe fn reset_signals() {
 
 /// # Safety
 /// As for [`supervise`].
-unsafe fn close_from(first: c_int) {
+pub unsafe fn close_from(first: c_int) {
     // SAFETY: nothing in this process uses the descriptors that are closed.
     unsafe {
         if libc::syscall(libc::SYS_close_range, first as c_ulong, c_ulong::from(u32::MAX), 0 as c_ulong) == 0
@@ -270,7 +315,7 @@ unsafe fn close_from(first: c_int) {
 }
 
 /// What a supervisor is there for.
-struct Tree {
+pub struct Tree {
     command: pid_t,
     /// Its end means that the program runs, or will not; -1 when that is nobody's business or was said.
     starting: c_int,
@@ -366,18 +411,18 @@ fn seconds() -> i64 {
     now.tv_sec
 }
 
-/// Live until the last child is gone.
+/// Be there until the last child is gone.
 ///
 /// # Safety
 /// As for [`supervise`].
-unsafe fn watch(mut tree: Tree) -> ! {
+pub unsafe fn watch(mut tree: Tree) {
     let mut control = CONTROL;
     let mut doomed = false;
     // SAFETY: as the functions called say; this process does nothing else.
     unsafe {
         loop {
             if reap(&mut tree).empty {
-                libc::_exit(0);
+                return;
             }
             if doomed {
                 kill_tree(&mut tree);
@@ -503,6 +548,7 @@ mod tests {
             Report::Killed { empty: true },
             Report::Started { pid: 77 },
             Report::Signalled { processes: 3, outcome: Outcome::Unsettled },
+            Report::Idle { pid: 78 },
         ] {
             assert_eq!(Report::decode(&report.encode()), Some(report));
         }

@@ -26,7 +26,7 @@ pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
     let processes = match &daemon.machine {
         // Its kernel's threads are in `/proc` too.
         Some(_) => daemon.command_processes()?,
-        None => processes()?.saturating_sub(1 + daemon.execs() as u64),
+        None => processes()?.saturating_sub(1 + (daemon.execs() + daemon.pool.len()) as u64),
     };
     Ok(MapWriter::new(4)
         .uint("processes", processes)

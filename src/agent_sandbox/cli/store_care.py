@@ -1,10 +1,11 @@
-"""``store export|import|check|gc|stats|forget``: archives of states, and the care of the store."""
+"""``store export|import|check|gc|rebuild|stats|forget``: archives of states, and the care of the store."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
@@ -19,7 +20,7 @@ Archive = Annotated[Path, typer.Argument(metavar="FILE", help="A tar, plain or c
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     app.command("import")(import_)
-    for command in (export, forget, check, gc, stats):
+    for command in (export, forget, check, gc, rebuild, stats):
         app.command()(command)
 
 
@@ -109,6 +110,38 @@ def gc(context: typer.Context, as_json: options.Json = False) -> None:
         output.data(_plain(report))
     else:
         output.line(f"{output.size(report.freed)} freed: {report.removed} objects removed, {report.kept} kept")
+
+
+def rebuild(context: typer.Context, quiet: store.Quiet = False, as_json: options.Json = False) -> None:
+    """Make a lost or damaged index anew from the packs. Nobody may use the store; names are restored where they can be.
+
+    The names come from the old index, as far as it can be read, and of a server's store from the server's database.
+    States that have none any more become layers of the project "rebuilt". Ends with 1 when a name's state is gone.
+    """
+    from agent_sandbox.manager.recall import recalled
+    from agent_sandbox.store.rebuild import rebuild as run
+
+    path = store.location(context)
+    with ExitStack() as stack:
+        pins = stack.enter_context(recalled(path.parent)) if path.name == "store" else {}
+        progress = stack.enter_context(store.bar("reading", quiet))
+        report = run(path, pins=pins, progress=progress)
+    if as_json:
+        output.data(_plain(report))
+    else:
+        for name in report.lost:
+            output.line(f"{name}: its state is gone")
+        if not quiet:
+            output.note(
+                f"{report.objects} objects in {report.packs} packs, {report.damaged} places damaged,"
+                f" {report.unread_packs} packs not of this store"
+            )
+            output.note(
+                f"{report.states} states, {report.incomplete} incomplete; {report.names + report.pins} names restored,"
+                f" {report.lost_count} lost, {report.unnamed} states without a name: layers of the project rebuilt"
+            )
+    if report.lost_count:
+        raise typer.Exit(exit_codes.FAILED)
 
 
 def stats(context: typer.Context, as_json: options.Json = False) -> None:

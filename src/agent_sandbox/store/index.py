@@ -312,9 +312,13 @@ def probe(path: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise StoreDamagedError(f"a damaged store: {path} cannot be read: {error.strerror}") from error
+        raise StoreDamagedError(
+            f"a damaged store: {path} cannot be read: {error.strerror}; put it back from a backup, or run rebuild"
+        ) from error
     if len(header) < _HEADER_BYTES or not header.startswith(b"SQLite format 3\0"):
-        raise StoreDamagedError(f"a damaged index {path}: it is no SQLite database")
+        raise StoreDamagedError(
+            f"a damaged index {path}: it is no SQLite database; put it back from a backup, or run rebuild"
+        )
     _accept(path, int.from_bytes(header[68:72], "big"), int.from_bytes(header[60:64], "big"))
 
 

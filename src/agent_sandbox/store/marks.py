@@ -100,6 +100,10 @@ class Marks:
         """Run one statement."""
         return self._connection.execute(sql, parameters)
 
+    def script(self, sql: str) -> None:
+        """Run several statements, each by itself."""
+        self._connection.executescript(sql)
+
     def executemany(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run one statement for many rows."""
         self._connection.executemany(sql, rows)

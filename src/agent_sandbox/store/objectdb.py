@@ -53,8 +53,16 @@ _SHOWN = 8
 class ObjectDatabase:
     """The objects and names of one store. Safe for threads; several processes may have one store open."""
 
-    def __init__(self, path: Path, store: bytes, *, wait_seconds: float, files: PackFiles | None = None) -> None:
-        """Use :meth:`open` or :meth:`create`. ``files`` is where packs are written: for tests."""
+    def __init__(
+        self,
+        path: Path,
+        store: bytes,
+        *,
+        wait_seconds: float,
+        files: PackFiles | None = None,
+        index: str = "index.sqlite",
+    ) -> None:
+        """Use :meth:`open` or :meth:`create`. ``files`` is where packs are written: for tests. ``index``: its name."""
         self.path = path
         self.id = store
         self.wait_seconds = wait_seconds
@@ -63,7 +71,7 @@ class ObjectDatabase:
             undo.callback(os.close, self._directory)
             self.lock = StoreLock(path / "lock")
             undo.callback(self.lock.close)
-            self.index = Index(path / "index.sqlite", wait_seconds=wait_seconds)
+            self.index = Index(path / index, wait_seconds=wait_seconds)
             undo.pop_all()
         self.files = files or OsFiles(self._directory)
         self.reader = PackReader(self._directory)
@@ -310,8 +318,7 @@ def _foreign(store: Path, numbers: Sequence[int]) -> StoreDamagedError:
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     return StoreDamagedError(
         f"a damaged store: {store / 'index.sqlite'} is older than {names}{more} in packs/, or of another store; nothing"
-        " was changed. Put back the index that belongs to them, or the whole store from a backup; to go on without what"
-        " they hold, move them out of packs/"
+        " was changed. Put back the index that belongs to them, or the whole store from a backup, or run rebuild"
     )
 
 

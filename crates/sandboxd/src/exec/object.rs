@@ -155,6 +155,12 @@ impl Object {
         !self.signals.borrow().is_empty()
     }
 
+    /// Nothing of it is left, and its supervisor is another command's from now on.
+    pub fn is_left(&self) {
+        self.control.borrow_mut().take();
+        self.signals.borrow_mut().clear();
+    }
+
     /// The supervisor's answer to the oldest signal.
     pub fn signalled(&self, processes: u64, outcome: Outcome) {
         if let Some(waiting) = self.signals.borrow_mut().pop_front() {
@@ -275,8 +281,7 @@ impl Objects {
     /// A command is over: its status is kept, as one of the last.
     pub fn ended(&self, object: &Rc<Object>, end: End) {
         *object.end.borrow_mut() = Some(end);
-        object.control.borrow_mut().take();
-        object.signals.borrow_mut().clear();
+        object.is_left();
         object.input.shut();
         let started = self.running.borrow().iter().position(|other| Rc::ptr_eq(other, object));
         if let Some(index) = started {

@@ -7,19 +7,20 @@ use super::{Pipe, Running, tty};
 use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure, words};
+use crate::launch::Plan;
 use crate::machine::group::Slot;
+use crate::standing::{self, Job};
 use crate::supervisor::{self, Descriptors};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Gid, Uid};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::Instant;
 
-fn watch(fd: OwnedFd, interest: Interest) -> Result<AsyncFd<OwnedFd>, Failure> {
+pub(super) fn watch(fd: OwnedFd, interest: Interest) -> Result<AsyncFd<OwnedFd>, Failure> {
     // SAFETY: an OwnedFd is open, stays the same, and is owned by the AsyncFd until that is dropped.
     unsafe { AsyncFd::register_with_interest(fd, interest) }
         .map_err(|error| Failure::new(Code::Exhausted, error.to_string()))
@@ -65,6 +66,41 @@ fn streams(daemon: &Daemon, request: &Request) -> Result<Streams, Failure> {
     Ok(Streams { input, pipes, child })
 }
 
+/// Find a supervisor for a command: a standing one, or a new one.
+fn supervise(
+    daemon: &Daemon,
+    plan: &Plan,
+    streams: [BorrowedFd<'_>; 3],
+    slot: Option<&Slot>,
+    announce: bool,
+) -> Result<(Rc<AsyncFd<OwnedFd>>, i32), Failure> {
+    let mut message = standing::message(plan);
+    while let Some(message) = &mut message
+        && let Some((control, pid)) = daemon.pool.take()
+    {
+        let newborn = if daemon.pool.is_empty() { standing::pair().ok() } else { None };
+        let breed = newborn.as_ref().map(|(_, other)| other.as_fd());
+        let job = Job { streams, group: slot.map(Slot::directory), breed, announce };
+        if standing::give(control.get_ref(), message, &job).is_ok() {
+            daemon.pool.expect(newborn.map(|(own, _)| own));
+            return Ok((control, pid.as_raw_nonzero().get()));
+        }
+    }
+    let (control, other) = standing::pair()?;
+    let control = Rc::new(watch(control, Interest::READABLE)?);
+    let [stdin, stdout, stderr] = streams.map(|stream| stream.as_raw_fd());
+    let group = slot.map_or(-1, |slot| slot.directory().as_raw_fd());
+    let descriptors = Descriptors { control: other.as_raw_fd(), stdin, stdout, stderr, group, announce };
+    let pid = supervisor::spawn(plan, &descriptors).map_err(|error| {
+        let errno = error.raw_os_error().unwrap_or(0);
+        Failure::new(
+            Code::of(Errno::from_raw_os_error(errno)),
+            format!("no process for a command: {}", words(errno)),
+        )
+    })?;
+    Ok((control, pid))
+}
+
 pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Result<Running, Failure> {
     let started = Instant::now();
     let absent = daemon.absence.total(started);
@@ -72,40 +108,25 @@ pub fn start(daemon: &Rc<Daemon>, stream: Rc<Stream>, request: Request) -> Resul
         daemon.objects.admit(&name.id)?;
     }
     let Streams { input, pipes, child } = streams(daemon, &request)?;
-    let flags = SocketFlags::CLOEXEC;
-    let (control, control_child) =
-        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    rustix::io::ioctl_fionbio(&control, true)?;
-    let control = Rc::new(watch(control, Interest::READABLE)?);
-    let [stdin, stdout, stderr] = match &child[..] {
+    let streams = match &child[..] {
         [slave] => [slave, slave, slave],
         [stdout, stderr] => [&daemon.null, stdout, stderr],
         [stdout, stderr, stdin, ..] => [stdin, stdout, stderr],
         [] => return Err(Failure::new(Code::Internal, "a command without output")),
     };
     let slot = daemon.machine.as_ref().map(|machine| machine.group.take()).transpose()?;
-    let descriptors = Descriptors {
-        control: control_child.as_raw_fd(),
-        stdin: stdin.as_raw_fd(),
-        stdout: stdout.as_raw_fd(),
-        stderr: stderr.as_raw_fd(),
-        group: slot.as_ref().map_or(-1, Slot::descriptor),
-        announce: request.name.is_some(),
-    };
     // Where the host sees the sandbox's control group, it counts for commands that are not kept.
     let counted = request.name.is_some() || daemon.machine.is_some();
     let kills = counted.then(|| daemon.kills.count()).flatten();
-    let pid = match supervisor::spawn(&request.plan, &descriptors) {
-        Ok(pid) => pid,
-        Err(error) => {
+    let streams = streams.map(AsFd::as_fd);
+    let announce = request.name.is_some();
+    let (control, pid) = match supervise(daemon, &request.plan, streams, slot.as_ref(), announce) {
+        Ok(supervisor) => supervisor,
+        Err(failure) => {
             if let (Some(machine), Some(slot)) = (&daemon.machine, slot) {
                 machine.group.give(slot);
             }
-            let errno = error.raw_os_error().unwrap_or(0);
-            return Err(Failure::new(
-                Code::of(Errno::from_raw_os_error(errno)),
-                format!("no process for a command: {}", words(errno)),
-            ));
+            return Err(failure);
         }
     };
     daemon.supervisor_started(pid, slot);

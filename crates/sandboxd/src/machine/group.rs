@@ -12,7 +12,7 @@
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, mkdirat, openat, unlinkat};
 use rustix::io::Errno;
 use std::cell::{Cell, RefCell};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
@@ -41,8 +41,8 @@ pub struct Slot {
 
 impl Slot {
     /// What the command is forked into.
-    pub fn descriptor(&self) -> i32 {
-        self.directory.as_raw_fd()
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
     }
 
     /// How many processes the command is.

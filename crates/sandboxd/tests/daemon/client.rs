@@ -313,6 +313,24 @@ impl Host {
         }
         found
     }
+
+    /// Those that wait for a command: they live and have no child.
+    pub fn idle(&self) -> Vec<i32> {
+        let idle = |&(state, pid): &(char, i32)| state == 'S' && below(pid).is_empty();
+        self.children().into_iter().filter(idle).map(|(_, pid)| pid).collect()
+    }
+
+    /// Whether nothing of any command is left: no child but the few that wait for one.
+    pub fn is_at_rest(&self) -> bool {
+        let children = self.children().len();
+        children <= 2 && children == self.idle().len()
+    }
+}
+
+/// The processes below one.
+fn below(pid: i32) -> Vec<i32> {
+    let found = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    found.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
 
 impl Drop for Host {

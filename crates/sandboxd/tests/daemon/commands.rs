@@ -1,7 +1,9 @@
 //! Commands: results, identity, the end of trees.
 
-use crate::client::{Args, Host, Item, command, running, until};
+use crate::client::{Args, Client, Host, Item, KEY, command, running, until};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 #[test]
@@ -134,7 +136,7 @@ fn a_deadline_ends_the_whole_tree() {
     assert_eq!(done.out, b"before\n");
     assert_eq!((done.end.get("timed_out"), done.end.int("signal")), (Some(&Item::Bool(true)), Some(9)));
     assert_eq!(running("sleep 7731"), 0, "nothing is left at END");
-    until("the supervisor goes", || host.children().is_empty());
+    until("nothing is left", || host.is_at_rest());
 }
 
 #[test]
@@ -165,7 +167,7 @@ fn what_a_command_leaves_goes_on() {
     assert_eq!(client.call("sys.info", &Args::new()).end.int("execs"), Some(1));
     assert_eq!(client.shell("echo next").out, b"next\n");
     client.shell("kill -9 -1");
-    until("the supervisor goes with its last child", || host.children().is_empty());
+    until("its supervisor is free with its last child", || host.is_at_rest());
 }
 
 #[test]
@@ -200,11 +202,7 @@ fn a_killed_supervisor_is_an_error_and_leaves_nothing() {
     let id = client.start("setsid sleep 7736 & sleep 7736", 60_000);
     until("it runs", || running("sleep 7736") >= 2);
     for (_, pid) in host.children() {
-        rustix::process::kill_process(
-            rustix::process::Pid::from_raw(pid).unwrap(),
-            rustix::process::Signal::KILL,
-        )
-        .unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     }
     assert_eq!(client.finish(id).end.error(), "internal");
     until("its tree is gone", || running("sleep 7736") == 0);
@@ -222,8 +220,117 @@ fn many_commands_leave_no_zombies() {
     for (n, id) in ids.into_iter().enumerate() {
         assert_eq!(client.finish(id).out, format!("{n}\n").as_bytes());
     }
-    until("all are reaped", || host.children().is_empty());
+    until("all are reaped", || host.is_at_rest());
     assert_eq!(client.call("sys.info", &Args::new()).end.int("execs"), Some(0));
+}
+
+/// How many commands run, or have left something running.
+fn execs(host: &Host) -> i64 {
+    host.connect().call("sys.info", &Args::new()).end.int("execs").unwrap()
+}
+
+/// The process that a command has for a parent.
+fn parent(client: &mut Client) -> i32 {
+    let out = client.shell("echo $PPID").out;
+    String::from_utf8(out).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn a_supervisor_has_one_command_after_the_other_and_never_two() {
+    let host = Host::start();
+    let mut client = host.connect();
+    let mut parents: Vec<i32> = Vec::new();
+    for _ in 0..20 {
+        parents.push(parent(&mut client));
+        until("it is free", || execs(&host) == 0);
+    }
+    parents.sort_unstable();
+    parents.dedup();
+    assert!(parents.len() <= 2, "{parents:?}");
+    client.shell("sleep 7738 &");
+    client.shell("sleep 7738 &");
+    let busy = || {
+        let idle = host.idle();
+        host.children().into_iter().map(|(_, pid)| pid).filter(|pid| !idle.contains(pid)).collect::<Vec<_>>()
+    };
+    until("two have something below them", || execs(&host) == 2 && busy().len() == 2);
+    let busy = busy();
+    for _ in 0..4 {
+        until("another is there", || !host.idle().is_empty());
+        assert!(!busy.contains(&parent(&mut client)), "what is left of a command keeps its supervisor");
+    }
+    until("two of three are busy", || execs(&host) == 2);
+    client.shell("kill -9 -1");
+    until("all are free again", || host.is_at_rest());
+}
+
+#[test]
+fn a_command_cannot_touch_a_supervisor() {
+    let host = Host::start();
+    let mut client = host.connect();
+    let before = parent(&mut client);
+    until("it is free", || host.is_at_rest() && host.idle().len() == 2);
+    let all: Vec<String> = host.idle().iter().map(i32::to_string).collect();
+    for pid in &all {
+        let attack = format!(
+            "for n in KILL STOP TERM CHLD USR1; do kill -$n {pid} && echo sent; done; \
+             cat /proc/{pid}/mem /proc/{pid}/environ /proc/{pid}/maps; ls /proc/{pid}/fd; echo 1000 > /proc/{pid}/oom_score_adj"
+        );
+        assert_eq!(client.shell(&format!("({attack}) 2>/dev/null")).out, b"", "{pid}");
+    }
+    assert!(all.contains(&parent(&mut client).to_string()) && all.contains(&before.to_string()));
+}
+
+#[test]
+fn a_waiting_supervisor_that_is_dead_or_stopped_is_not_waited_for() {
+    let host = Host::start();
+    let mut client = host.connect();
+    for signal in [Signal::KILL, Signal::STOP] {
+        for _ in 0..3 {
+            for pid in host.idle() {
+                // One that was for a single command may have ended meanwhile.
+                let _ = kill_process(Pid::from_raw(pid).unwrap(), signal);
+            }
+            // A signal that was sent has not yet arrived.
+            until("it has felt it", || host.idle().is_empty());
+            let done = client.shell("echo fine");
+            assert_eq!((done.out, done.end.int("code")), (b"fine\n".to_vec(), Some(0)), "{signal:?}");
+        }
+        until("no dead one and no stopped one is left", || host.is_at_rest());
+    }
+}
+
+#[test]
+fn a_waiting_supervisor_holds_no_descriptor_no_capability_and_no_word_of_a_command() {
+    let host = Host::start();
+    let mut client = host.connect();
+    let secret = format!("word-of-{}", host.uid);
+    assert_eq!(client.shell(&format!("echo {secret}")).out, format!("{secret}\n").as_bytes());
+    until("it waits", || host.is_at_rest() && !host.idle().is_empty());
+    for pid in host.idle() {
+        let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+        let open: Vec<_> = open.map(|entry| fs::read_link(entry.path()).unwrap().into_os_string()).collect();
+        assert!(open.len() == 1 && open[0].to_string_lossy().starts_with("socket:"), "{open:?}");
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains("CapBnd:\t0000000000000000"), "{status}");
+        for word in [secret.as_bytes(), &KEY] {
+            assert!(!holds(pid, word), "{pid} has kept what it should not");
+        }
+    }
+    assert!(holds(std::process::id() as i32, secret.as_bytes()), "looking finds what is there");
+}
+
+/// Whether a process has some bytes in memory of its own.
+fn holds(pid: i32, word: &[u8]) -> bool {
+    let memory = fs::File::open(format!("/proc/{pid}/mem")).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    maps.lines().filter(|line| line.contains(" rw")).any(|line| {
+        let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+        let number = |text| u64::from_str_radix(text, 16).unwrap();
+        let mut bytes = vec![0; (number(to) - number(from)) as usize];
+        let _ = memory.read_exact_at(&mut bytes, number(from));
+        bytes.windows(word.len()).any(|found| found == word)
+    })
 }
 
 #[test]

@@ -360,7 +360,7 @@ fn a_signal_reaches_the_whole_tree_once() {
     let end = client.call("exec.signal", &by_id("tree").uint("signal", 9)).end;
     assert!(end.int("processes").unwrap() >= 4, "{end:?}");
     assert_eq!(attach(&mut client, "tree", 0).end.get("exit").unwrap().int("signal"), Some(9));
-    until("the supervisor goes", || host.children().is_empty());
+    until("nothing is left", || host.is_at_rest());
     assert_eq!(client.call("exec.signal", &by_id("tree").uint("signal", 15)).end.error(), "not_found");
 }
 
@@ -374,7 +374,42 @@ fn a_signal_passes_by_whoever_forks() {
     let end = client.call("exec.signal", &by_id("runner").uint("signal", 15)).end;
     assert!(end.int("processes").unwrap() >= 2, "{end:?}");
     assert_eq!(attach(&mut client, "runner", 0).end.get("exit").unwrap().int("signal"), Some(15));
-    until("the tree is gone", || host.children().is_empty());
+    until("the tree is gone", || host.is_at_rest());
+}
+
+#[test]
+fn what_is_meant_for_a_command_that_is_gone_meets_no_other() {
+    let host = Host::start();
+    let mut client = host.connect();
+    // All of it is gone but 40,000 bytes in its pipe, which its reader gives no credit for.
+    let script = "echo $PPID > parent; head -c 300000 /dev/zero";
+    let cwd = host.file("").into_os_string().into_encoded_bytes();
+    let request = command(
+        &[b"sh", b"-c", format!("cd {}; {script}", String::from_utf8(cwd).unwrap()).as_bytes()],
+        60_000,
+    );
+    let first = client.open("exec.start", &request.str("id", "first"));
+    client.note(first);
+    let supervisor =
+        || fs::read_to_string(host.file("parent")).unwrap_or_default().trim().parse().unwrap_or(0);
+    until("its supervisor is free", || host.idle().contains(&supervisor()));
+    let mut other = host.connect();
+    for (n, number) in ["7745", "7746", "7747"].iter().enumerate() {
+        // One of them has that supervisor now.
+        detach(&mut other, &format!("next-{n}"), &format!("exec sleep {number}"));
+        until("it runs", || running(&format!("sleep {number}")) == 1);
+    }
+    assert!(!host.idle().contains(&supervisor()));
+    for signal in [15, 9] {
+        assert_eq!(
+            other.call("exec.signal", &by_id("first").uint("signal", signal)).end.error(),
+            "not_found"
+        );
+    }
+    assert_eq!(other.call("exec.forget", &by_id("first")).end.error(), "");
+    for number in ["7745", "7746", "7747"] {
+        assert_eq!(running(&format!("sleep {number}")), 1);
+    }
 }
 
 #[test]

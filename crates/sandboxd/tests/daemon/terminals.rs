@@ -116,7 +116,7 @@ fn a_terminal_lives_without_its_client_and_takes_large_output() {
     );
     assert_eq!(done.end.get("exit").unwrap().int("code"), Some(4));
     // What the session leaves is hung up, and nothing of it stays.
-    until("nothing is left", || host.children().is_empty() || running("sleep 7772") == 1);
+    until("nothing is left", || host.is_at_rest() || running("sleep 7772") == 1);
 }
 
 #[test]
