@@ -137,7 +137,8 @@ def rebuild(context: typer.Context, quiet: store.Quiet = False, as_json: options
                 f" {report.unread_packs} packs not of this store"
             )
             output.note(
-                f"{report.states} states, {report.incomplete} incomplete; {report.names + report.pins} names restored,"
+                f"{report.states} states, {report.incomplete} incomplete, {report.without_past} of these in their past"
+                f" alone; {report.names + report.pins} names restored,"
                 f" {report.lost_count} lost, {report.unnamed} states without a name: layers of the project rebuilt"
             )
     if report.lost_count:

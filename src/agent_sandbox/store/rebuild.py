@@ -6,7 +6,7 @@ are in the index alone, so they come from where they can still be had, and only 
 1. the old index, as far as it can be read: projects, branches, tags, layers, pins, what was forgotten;
 2. ``pins`` of the caller's, who may know from elsewhere which states have to stay; they win;
 3. every other state that no later one came from becomes a layer of the project ``rebuilt``, the oldest first. These are
-   what lost their names, and what was removed and gc had not taken yet.
+   what lost their names or their past, and what was removed and gc had not taken yet.
 
 The new index is made beside the old one and takes its place at the end, when all of it is on the disk. Until then, and
 when anything fails, the store is as it was, but for a pack that nobody needs. The old index stays as
@@ -71,7 +71,9 @@ class RebuildReport:
     states: int
     """Commits whose state is whole."""
     incomplete: int
-    """Commits whose state is not: something is damaged or missing, or gc had taken it."""
+    """Commits whose state is not: something is damaged or missing, or gc had taken it; or whose past is lost."""
+    without_past: int
+    """Of these, how many lost their past alone: each state is kept by a new commit that has none."""
     names: int
     """Branches, tags, layers and pins of the old index that are there again."""
     pins: int
@@ -196,6 +198,7 @@ class _Rebuild:
             unread_packs=len(found.unread),
             states=found.states,
             incomplete=found.incomplete,
+            without_past=found.rootless,
             names=self._names,
             pins=pinned,
             unnamed=unnamed,

@@ -13,7 +13,8 @@ written, and gc makes bases full, never the reverse. A record that is damaged hi
 looked for byte by byte, by its mark and the checksum of its header.
 
 A commit is *rooted* when every ancestor's commit is there: without, gc could not walk from it. It *stands* when its
-tree is whole as well. One that is rooted and does not stand is kept as a forgotten one, as gc leaves them.
+tree is whole as well. One that is rooted and does not stand is kept as a forgotten one, as gc leaves them. Of one that
+is not rooted and whose tree is whole the state is kept by another commit, which has no past.
 
 It reads every byte that the store has, on one thread; what is known of each record is in a scratch table on disk.
 """
@@ -22,15 +23,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent_sandbox.errors import StoreDamagedError
+from agent_sandbox.store import walk
 from agent_sandbox.store.index import Known
 from agent_sandbox.store.marks import Link, Marks, below
 from agent_sandbox.store.objectdb import ObjectDatabase
-from agent_sandbox.store.objects import Kind
-from agent_sandbox.store.packs import failed, pack_name
+from agent_sandbox.store.objects import Kind, encode_commit
+from agent_sandbox.store.packs import MAX_PACK, Pack, failed, pack_name
 from agent_sandbox.store.ports import Location, Progress
 from agent_sandbox.store.records import (
     MARK,
@@ -52,6 +54,7 @@ CREATE TABLE mark.leads (below, above, PRIMARY KEY (below, above)) WITHOUT ROWID
 CREATE TABLE mark.follows (parent, child, PRIMARY KEY (parent, child)) WITHOUT ROWID;
 CREATE TABLE mark.broken (id BLOB PRIMARY KEY NOT NULL) WITHOUT ROWID;
 CREATE TABLE mark.rootless (id BLOB PRIMARY KEY NOT NULL) WITHOUT ROWID;
+CREATE TABLE mark.pastless (id BLOB PRIMARY KEY NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -66,6 +69,8 @@ class Salvage:
     states: int = 0
     incomplete: int = 0
     """Commits whose state is not whole: something is damaged or missing, or gc had taken it."""
+    rootless: int = 0
+    """Commits whose state is whole and whose past is lost; each state is kept by a new commit that has none."""
     unread: tuple[int, ...] = ()
 
 
@@ -203,6 +208,7 @@ class _Salvage:
                 (commit,),
             )
         self._fill_out()
+        self._keep_rootless()
         with live.transaction("IMMEDIATE"):
             live.execute("DELETE FROM objects WHERE id IN (SELECT id FROM mark.gone)")
             live.execute("DELETE FROM patches WHERE id IN (SELECT id FROM mark.gone)")
@@ -213,11 +219,35 @@ class _Salvage:
             )
         (self.report.states,) = live.execute(
             "SELECT count(*) FROM mark.made JOIN objects USING (id) WHERE kind = ?"
-            " AND id NOT IN (SELECT commit_id FROM forgotten)",
+            " AND id NOT IN (SELECT commit_id FROM forgotten) AND id NOT IN (SELECT id FROM mark.pastless)",
             (commit,),
         ).fetchone()
         (commits,) = live.execute("SELECT count(*) FROM mark.made WHERE kind = ?", (commit,)).fetchone()
-        self.report.incomplete = commits - self.report.states
+        self.report.incomplete = commits - self.report.rootless - self.report.states
+
+    def _keep_rootless(self) -> None:
+        """Make a commit without a past for each state that is whole and has lost its own."""
+        last = b""
+        while rows := self._live.execute(
+            "SELECT id FROM mark.rootless WHERE id > ? AND id NOT IN (SELECT id FROM mark.broken) ORDER BY id LIMIT ?",
+            (last, _BATCH),
+        ).fetchall():
+            last = rows[-1][0]
+            with self._database.writer() as writer:
+                made = []
+                for (id,) in rows:
+                    alone = replace(walk.commit(self._database, id), parents=(), base=None)
+                    made.append(writer.put(Kind.COMMIT, encode_commit(alone)))
+                writer.seal()
+                with self._database.transaction(writer):
+                    pass
+            with self._live.transaction():
+                for id in made:
+                    if self._live.execute(
+                        "INSERT OR IGNORE INTO mark.made VALUES (?, ?)", (id, int(Kind.COMMIT))
+                    ).rowcount:
+                        self._live.execute("INSERT INTO mark.pastless VALUES (?)", (id,))
+                        self.report.rootless += 1
 
     def _fill_out(self) -> None:
         """Write patches of what goes out in full; they are trees, pages and commits, as their bases are."""
@@ -229,16 +259,23 @@ class _Salvage:
         pack = self._database.take_pack()
         moved: list[tuple[int, int, int, bytes]] = []
         for (id,) in rows:
+            if pack.size >= MAX_PACK:
+                self._end(pack)
+                pack = self._database.take_pack()
             header, canonical = self._database.load(id)
             record = encode(header.kind, id, canonical)[0]
             moved.append((pack.number, pack.size, len(record), id))
             pack.append(record)
-        pack.sync()
-        pack.kept = pack.size
+        self._end(pack)
         with self._live.transaction("IMMEDIATE"):
             self._live.executemany("UPDATE objects SET pack = ?, offset = ?, length = ? WHERE id = ?", moved)
             self._live.executemany("DELETE FROM patches WHERE id = ?", [row[3:] for row in moved])
+
+    def _end(self, pack: Pack) -> None:
+        pack.sync()
+        pack.kept = pack.size
         self._database.give_pack(pack)
+        self._database.drop_pack()
 
 
 def _records(path: Path, beginning: bytes) -> Iterator[tuple[int, Header] | None] | None:

@@ -222,8 +222,34 @@ def chunks(database: ObjectDatabase, id: bytes) -> Iterator[bytes]:
         yield extent.id
 
 
-def test_commit_whose_past_is_lost_is_told(path: Path) -> None:
-    """gc could not walk from it. What does not need the past is there."""
+def test_state_whose_past_is_lost_is_kept_without_one(path: Path) -> None:
+    """gc could not walk from its commit, which is told as lost; a new one has its files, message and time."""
+    rewritten: Tree = {b"d": {b"large": LARGE[:9_000]}, b"of": b"now"}
+    (first,) = commits(path, {b"a": b"1"})
+    made = [first, *commits(path, rewritten, {**rewritten, b"of": b"later"})]
+    with ObjectDatabase.open(path) as database:
+        states = [state(database, id) for id in made]
+        roots = {commit(database, id).root for id in made[1:]}
+        (place,) = database.locate([first])
+        assert place is not None
+        assert place.pack == 1
+    (path / "packs" / "0000000001.pack").unlink()
+    lose(path)
+    report = rebuild(path, pins={"two": made[1], "three": made[2]})
+    assert (report.states, report.incomplete, report.without_past, report.unnamed) == (0, 2, 2, 2)
+    assert report.lost == ("pin two", "pin three")
+    for again in range(2):
+        with whole(path) as database:
+            kept = [commit(database, id) for id in layers(database)]
+            assert {item.root for item in kept} == roots
+            assert [item.parents for item in kept] == [(), ()]
+            assert sorted(state(database, id)[b"of"] for id in layers(database)) == [b"later", b"now"]
+            assert states[1] in [state(database, id) for id in layers(database)]
+        report = rebuild(path)
+        assert (report.states, report.without_past, report.unnamed) == (2, 0, 0), again
+
+
+def test_commit_whose_past_and_files_are_lost_is_told(path: Path) -> None:
     made = commits(path, HISTORY[0], HISTORY[1])
     (other,) = commits(path, {b"z": b"other"}, name="other")
     (path / "packs" / "0000000001.pack").unlink()
