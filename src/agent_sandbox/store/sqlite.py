@@ -41,7 +41,7 @@ def _translate(path: Path, error: sqlite3.Error) -> StoreError:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     match code:
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_SCHEMA | sqlite3.SQLITE_ERROR:
-            return StoreDamagedError(f"a damaged index {path}: {error}")
+            return StoreDamagedError(f"a damaged index {path}: {error}; put it back from a backup, or run rebuild")
         case sqlite3.SQLITE_FULL:
             return StoreFullError(f"the disk of {path} is full; make room and try again")
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
