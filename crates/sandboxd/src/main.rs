@@ -12,6 +12,7 @@ mod children;
 mod config;
 mod conn;
 mod daemon;
+mod descriptors;
 mod dial;
 mod errors;
 mod exec;
