@@ -103,6 +103,16 @@ async def run(backend: OciBackend, id: str, command: str) -> tuple[str, int | No
     return output.decode(), code
 
 
+async def test_supervisors_are_no_processes_of_the_sandbox(backend: OciBackend) -> None:
+    """Whether they have a command, wait for one, or are about to end because enough others wait."""
+    await backend.create("sb1-1", SPEC)
+    counts = []
+    for number in range(60):
+        await asyncio.gather(*(run(backend, "sb1-1", "true") for _ in range(2 + number % 5)))
+        counts.append((await backend.guest_stats("sb1-1")).processes)
+    assert counts == [0] * 60
+
+
 async def test_create_run_destroy_leaves_nothing(backend: OciBackend, settings: Settings) -> None:
     before = descriptors()
     for number in range(1, 4):

@@ -1,5 +1,6 @@
 //! What the daemon says of itself and its sandbox.
 
+use crate::children;
 use crate::conn::Stream;
 use crate::daemon::Daemon;
 use crate::errors::{Code, Failure};
@@ -26,7 +27,13 @@ pub fn stats(daemon: &Daemon) -> Result<Vec<u8>, Failure> {
     let processes = match &daemon.machine {
         // Its kernel's threads are in `/proc` too.
         Some(_) => daemon.command_processes()?,
-        None => processes()?.saturating_sub(1 + (daemon.execs() + daemon.pool.len()) as u64),
+        None => {
+            let all = processes()?;
+            // Its children are supervisors: busy, waiting, just forked, or about to end.
+            let mut own = 1;
+            children::for_each(|_| own += 1);
+            all.saturating_sub(own)
+        }
     };
     Ok(MapWriter::new(4)
         .uint("processes", processes)

@@ -72,12 +72,6 @@ impl Pool {
         self.0.borrow().is_empty()
     }
 
-    /// How many are processes.
-    pub fn len(&self) -> usize {
-        self.look();
-        self.0.borrow().iter().filter(|idle| idle.pid.is_some()).count()
-    }
-
     /// Hear of new ones that are there, or will never be.
     fn look(&self) {
         self.0.borrow_mut().retain_mut(|idle| {
