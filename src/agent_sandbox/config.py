@@ -116,8 +116,13 @@ class Settings:
     max_cpus: float = _setting(4.0, "Most cores of a sandbox.", low=0.01)
     default_memory_mb: int = _setting(512, "Memory of a sandbox, MiB, without swap.", low=16)
     max_memory_mb: int = _setting(4096, "Most memory of a sandbox, MiB.", low=16)
-    default_pids_limit: int = _setting(256, "Processes and threads of a sandbox.", low=8)
-    max_pids_limit: int = _setting(4096, "Most processes of a sandbox.", low=8)
+    default_pids_limit: int = _setting(
+        256,
+        "Processes and threads of a sandbox. Except in a microVM, seven threads of its daemon, a supervisor for each "
+        "command and two that wait are among them.",
+        low=16,
+    )
+    max_pids_limit: int = _setting(4096, "Most processes of a sandbox.", low=16)
     default_disk_mb: int = _setting(1024, "Disk of a sandbox, MiB: its workspace and what else it may write.", low=16)
     max_disk_mb: int = _setting(10240, "Most disk of a sandbox, MiB.", low=16)
     tmp_size_mb: int = _setting(256, "Size of /tmp, MiB; at most half of the memory, against which it counts.", low=1)

@@ -67,7 +67,7 @@ def test_what_is_asked_for_is_in_the_spec() -> None:
 
 @pytest.mark.parametrize(
     ("field", "low", "high"),
-    [("cpus", 0.01, 4.0), ("memory_mb", 16, 4096), ("pids_limit", 8, 4096), ("disk_mb", 16, 10240)],
+    [("cpus", 0.01, 4.0), ("memory_mb", 16, 4096), ("pids_limit", 16, 4096), ("disk_mb", 16, 10240)],
 )
 def test_ranges_are_named(field: str, low: float, high: float) -> None:
     for value in (low, high):
@@ -102,7 +102,7 @@ def test_no_accepted_spec_is_out_of_range(cpus: float, memory: int, pids: int, d
         return
     assert 0 < spec.cpus <= 4
     assert 16 <= spec.memory_mb <= 4096
-    assert 8 <= spec.pids_limit <= 4096
+    assert 16 <= spec.pids_limit <= 4096
     assert 16 <= spec.disk_mb <= 10240
     assert 1 <= spec.tmp_mb <= spec.memory_mb // 2
 

@@ -21,7 +21,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Image = Annotated[str | None, typer.Option("--image", help="Image; the server's default else.")]
 Cpus = Annotated[float | None, typer.Option("--cpus", help="Cores.")]
 Memory = Annotated[int | None, typer.Option("--memory", "-m", help="Memory, MiB.", metavar="MIB")]
-Pids = Annotated[int | None, typer.Option("--pids", help="Most processes and threads.")]
+Pids = Annotated[int | None, typer.Option("--pids", help="Most processes and threads, 16 or more.")]
 Disk = Annotated[int | None, typer.Option("--disk", help="Disk, MiB.", metavar="MIB")]
 Network = Annotated[bool, typer.Option("--network", help="Ask for a network; the server must allow it.")]
 Writable = Annotated[

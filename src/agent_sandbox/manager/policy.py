@@ -69,10 +69,11 @@ _T = TypeVar("_T")
 
 _RANK: dict[IsolationClass, int] = {"process": 0, "container": 1, "gvisor": 2, "vm": 3}
 
-# The least that a sandbox can live with: the daemon and one command.
+# The least that a sandbox can live with: the daemon and one command. Processes and threads: the daemon has seven, two
+# supervisors wait, and what is left is a shell and what it starts.
 _MIN_CPUS = 0.01
 _MIN_MEMORY_MB = 16
-_MIN_PIDS = 8
+_MIN_PIDS = 16
 _MIN_DISK_MB = 16
 
 

@@ -41,7 +41,7 @@ class SandboxCreate:
     image: Str | None = None
     cpus: Annotated[float, Number(gt=0)] | None = None
     memory_mb: Annotated[int, Number(ge=16)] | None = None
-    pids_limit: Annotated[int, Number(ge=8)] | None = None
+    pids_limit: Annotated[int, Number(ge=16)] | None = None
     disk_mb: Annotated[int, Number(ge=16)] | None = None
     network: Bool = False
     read_only_rootfs: Bool = True
