@@ -22,6 +22,7 @@ from rich.table import Table
 
 from agent_sandbox.backends.linux.requirements import find_sandboxd
 from agent_sandbox.backends.microvm.config_image import config_image, new_identity
+from agent_sandbox.backends.microvm.layers import SIZE as LAYERS_BYTES
 from agent_sandbox.errors import BackendError
 from agent_sandbox.images.machine import Kernel, MachineImages
 from agent_sandbox.types import SandboxSpec
@@ -59,9 +60,10 @@ class ByHand:
     def __init__(self, kernel: Kernel, memory: pathlib.Path, *, goes_on: bool) -> None:
         self._place = pathlib.Path(tempfile.mkdtemp(prefix="by-hand-", dir=BUILD))
         self._memory = memory
-        root, disk, config = (self._place / name for name in ("root", "disk", "config"))
+        root, disk, config, layers = (self._place / name for name in ("root", "disk", "config", "layers"))
         subprocess.run(["truncate", "-s", "64M", disk], check=True)
         subprocess.run(["mkfs.ext4", "-q", disk], check=True)
+        subprocess.run(["truncate", "-s", str(LAYERS_BYTES), layers], check=True)
         root.symlink_to(next((MACHINES / "root").glob("sha256-*.erofs")))
         config.write_bytes(config_image("by-hand", SPEC, None, new_identity()))
         bogomips = float(pathlib.Path("/proc/cpuinfo").read_text().split("bogomips\t:")[1].split()[0])
@@ -83,7 +85,8 @@ class ByHand:
             *("-global", "migration.send-configuration=off"),
         ]
         argv[argv.index("-append") + 1] += f" tsc_early_khz={bogomips * 500:.0f}"
-        for name, path, mode in (("root", root, "on"), ("workspace", disk, "off"), ("config", config, "on")):
+        drives = (("root", root, "on"), ("workspace", disk, "off"), ("config", config, "on"), ("layers", layers, "on"))
+        for name, path, mode in drives:
             argv += ["-drive", f"if=none,id={name},file={path},format=raw,readonly={mode},file.locking=off"]
             argv += ["-device", f"virtio-blk-device,drive={name},serial={name}"]
         self.started = time.perf_counter()
