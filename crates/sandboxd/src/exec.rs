@@ -229,6 +229,7 @@ impl Running {
 
     /// Take the supervisor's reports.
     fn hear(&mut self) {
+        let mut reset = false;
         while let Some(control) = &self.control {
             let mut bytes = [0u8; REPORT_BYTES];
             match rustix::net::recv(control.get_ref(), &mut bytes, RecvFlags::empty()) {
@@ -267,6 +268,8 @@ impl Running {
                     None => {}
                 },
                 Err(Errno::INTR) => {}
+                // It ended with a message unread: the kernel says so once, before what it had sent.
+                Err(Errno::CONNRESET) if !reset => reset = true,
                 Err(Errno::AGAIN) => return,
                 // The supervisor has ended.
                 Ok(_) | Err(_) => self.control = None,

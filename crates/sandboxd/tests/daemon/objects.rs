@@ -1,6 +1,7 @@
 //! Commands as objects: rings and cursors, attach, list, detach, signals, forget.
 
 use crate::client::{Args, Client, Done, Host, Item, by_id, command, entries, named, running, until};
+use rustix::process::{Pid, Signal, kill_process};
 use std::fs;
 use std::time::{Duration, Instant};
 
@@ -410,6 +411,34 @@ fn what_is_meant_for_a_command_that_is_gone_meets_no_other() {
     for number in ["7745", "7746", "7747"] {
         assert_eq!(running(&format!("sleep {number}")), 1);
     }
+}
+
+/// The kernel tells the end of a socket with something unread in it before what was sent to the other side.
+#[test]
+fn an_end_is_known_though_a_signal_came_too_late_for_it() {
+    let host = Host::start();
+    let mut client = host.connect();
+    // Too long a command for a supervisor that goes on afterwards.
+    let pid = detach(&mut client, "late", &format!("exec sleep 7748 # {}", "long ".repeat(10_000))) as i32;
+    until("it runs", || running("sleep 7748") == 1);
+    let daemon = host.child.id() as i32;
+    let stat = |pid: i32| fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let supervisor: i32 = stat(pid).split(' ').nth(3).unwrap().parse().unwrap();
+    let tell = |pid, signal| kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    tell(supervisor, Signal::STOP);
+    until("its supervisor stands still", || stat(supervisor).contains(") T "));
+    tell(pid, Signal::TERM);
+    until("it has ended", || stat(pid).contains(") Z "));
+    let signal = client.open("exec.signal", &by_id("late").uint("signal", 10));
+    client.call("sys.info", &Args::new());
+    tell(daemon, Signal::STOP);
+    until("the daemon hears nothing for a while", || stat(daemon).contains(") T "));
+    tell(supervisor, Signal::CONT);
+    until("its supervisor has ended", || stat(supervisor).contains(") Z "));
+    tell(daemon, Signal::CONT);
+    assert_eq!(client.finish(signal).end.error(), "not_found");
+    let end = attach(&mut client, "late", 0).end;
+    assert_eq!(end.get("exit").and_then(|exit| exit.int("signal")), Some(15), "{end:?}");
 }
 
 #[test]
