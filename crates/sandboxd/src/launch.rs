@@ -3,7 +3,8 @@
 //! A [`Plan`] is made in the daemon, where memory may be allocated. [`start`] runs in the child, on the [`Command`] that
 //! the plan has or that a standing supervisor was sent (`standing.rs`), and only makes system calls: the daemon has
 //! threads, so a lock that one of them held at the fork stays locked here for ever. The C library's `setresuid` and its
-//! kin are such traps too (they signal every thread), hence the raw calls. A step that fails ends the child with a report of where and why; there is no way past one.
+//! kin are such traps too (they signal every thread), hence the raw calls. A step that fails ends the child with a
+//! report of where and why; there is no way past one.
 
 use crate::supervisor::{CONTROL, Report, Stage};
 use libc::{c_char, c_int, c_long, c_ulong};
