@@ -9,6 +9,7 @@ Every reply is checked; a row with a failure says so.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -234,6 +235,7 @@ def main() -> int:
                 machines.machines(times, qemu, 5)
                 machines.memory(times, qemu, 5)
                 resident["qemu"] = qemu.resident_kib()
+            asyncio.run(machines.channel(times, 5))
             machines.by_hand(times, 3)
         for contender in contenders:
             if contender.name == "gvisor":

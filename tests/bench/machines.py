@@ -15,17 +15,20 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from agent_sandbox.backends.linux.requirements import find_sandboxd
+from agent_sandbox.backends.microvm import MicrovmBackend
 from agent_sandbox.backends.microvm.config_image import config_image, new_identity
 from agent_sandbox.backends.microvm.layers import SIZE as LAYERS_BYTES
+from agent_sandbox.config import Settings
 from agent_sandbox.errors import BackendError
 from agent_sandbox.images.machine import Kernel, MachineImages
-from agent_sandbox.types import SandboxSpec
+from agent_sandbox.types import ExecExit, SandboxSpec
 from tests.bench.contenders import BUILD, Contender
 
 MACHINES = BUILD / "machines"
@@ -42,6 +45,9 @@ for _ in range(50):
     times.append(time.perf_counter() - started)
 print(sorted(times)[25])
 """
+LOOP = "i=0; while [ $i -lt {} ]; do /bin/true; i=$((i+1)); done"
+"""The guest's own forks and executions, by a shell: as small a process as a supervisor."""
+LOOPS = 40
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -180,6 +186,34 @@ def machines(times: Times, qemu: Contender, rounds: int) -> None:
         call("POST", f"/v1/sandboxes/{id}/stop", {})
         _timed(times, "cold boot", qemu, "POST", f"/v1/sandboxes/{id}/start", {})
     qemu.destroy(id)
+
+
+async def channel(times: Times, rounds: int) -> None:
+    """What the channel adds to the guest's own fork and exec: no server is between, and both take turns."""
+    with tempfile.TemporaryDirectory(dir=BUILD) as directory:
+        settings = Settings(data_dir=pathlib.Path(directory, "data"), machine_dir=str(MACHINES), allow_tcg=True)
+        backend = MicrovmBackend(settings)
+        await backend.start()
+        try:
+            await backend.create("bench-1", replace(SPEC, image="host"))
+
+            async def run(*command: str) -> float:
+                started = time.perf_counter()
+                events = backend.exec("bench-1", command, env={}, workdir="/workspace", timeout_seconds=SECONDS)
+                ends = [event async for event in events if isinstance(event, ExecExit)]
+                if [end.code for end in ends] != [0]:
+                    raise RuntimeError(f"{command} failed: {ends}")
+                return time.perf_counter() - started
+
+            for _ in range(rounds):
+                for _ in range(LOOPS):
+                    _note(times, "/bin/true over the channel", "qemu", await run("/bin/true"))
+                none, all_of_them = [await run("sh", "-c", LOOP.format(count)) for count in (0, LOOPS)]
+                _note(times, "/bin/true over the channel", "inside the guest", (all_of_them - none) / LOOPS)
+        finally:
+            for id in await backend.list_ids():
+                await backend.destroy(id)
+            await backend.close()
 
 
 def memory(times: Times, contender: Contender, rounds: int) -> None:
