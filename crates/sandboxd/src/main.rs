@@ -12,7 +12,6 @@ mod children;
 mod config;
 mod conn;
 mod daemon;
-mod descriptors;
 mod dial;
 mod errors;
 mod exec;

@@ -18,7 +18,6 @@
 //! supervisor it makes system calls only, and commands cannot signal it. A job that is too large is not for it, and
 //! where none is idle the daemon forks one supervisor for one command (`supervisor::spawn`).
 
-use crate::descriptors;
 use crate::launch::{Command, Plan, Terms};
 use crate::supervisor::{self, CONTROL, GROUP, Report};
 use libc::{c_char, c_int, c_ulong, sock_filter};
@@ -125,7 +124,7 @@ unsafe fn stand(control: c_int, filter: &[sock_filter]) -> Infallible {
         for fd in 0..CONTROL {
             libc::close(fd);
         }
-        descriptors::close_from(CONTROL + 1);
+        supervisor::close_from(CONTROL + 1);
         let mut room =
             Room { bytes: MaybeUninit::uninit(), pointers: [MaybeUninit::uninit(); MOST_STRINGS + 2] };
         loop {
@@ -270,7 +269,7 @@ unsafe fn breed(socket: c_int) -> bool {
         if libc::dup3(socket, CONTROL, libc::O_CLOEXEC) < 0 {
             libc::_exit(1);
         }
-        descriptors::close_from(CONTROL + 1);
+        supervisor::close_from(CONTROL + 1);
         true
     }
 }

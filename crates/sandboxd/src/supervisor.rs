@@ -11,7 +11,6 @@
 //! SIGKILL, and reap when all are dead. The rounds are bounded by time, since a process stuck in the kernel dies
 //! later than its signal; the supervisor then reports the failure and goes on trying.
 
-use crate::descriptors;
 use crate::launch::{self, Command, Plan};
 use crate::tree::Outcome;
 use libc::{c_int, c_ulong, pid_t};
@@ -218,7 +217,7 @@ unsafe fn supervise(plan: &Plan, fds: &Descriptors) -> ! {
             Report::failed(Stage::Setup, *libc::__errno_location()).send(fds.control);
             libc::_exit(1);
         }
-        descriptors::close_from(if fds.group < 0 { CONTROL } else { GROUP } + 1);
+        close_from(if fds.group < 0 { CONTROL } else { GROUP } + 1);
         match begin(&plan.command(), fds.group >= 0, fds.announce) {
             Some(tree) => watch(tree),
             None => libc::_exit(1),
@@ -294,6 +293,25 @@ unsafe fn reset_signals() {
         // An ignored signal would not end a wait. Executing a program sets this one back.
         action.sa_sigaction = wake as extern "C" fn(c_int) as usize;
         libc::sigaction(libc::SIGCHLD, &raw const action, std::ptr::null_mut());
+    }
+}
+
+/// # Safety
+/// As for [`supervise`].
+pub unsafe fn close_from(first: c_int) {
+    // SAFETY: nothing in this process uses the descriptors that are closed.
+    unsafe {
+        // The highest number that a descriptor can have: gVisor takes a higher one for a negative, and refuses.
+        let last = c_int::MAX as c_ulong;
+        if libc::syscall(libc::SYS_close_range, first as c_ulong, last, 0 as c_ulong) == 0 {
+            return;
+        }
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit);
+        let end = c_int::try_from(limit.rlim_cur).unwrap_or(1 << 20).min(1 << 20);
+        for fd in first..end {
+            libc::close(fd);
+        }
     }
 }
 
