@@ -81,7 +81,7 @@ pub fn run() -> ! {
 fn serve(booted: Booted) -> Result<(), String> {
     crate::harden()?;
     let open_files = crate::raise_open_files();
-    let standing = standing::first().ok();
+    let standing = standing::first();
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| format!("cannot open /dev/null: {errno}"))?;
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -115,7 +115,7 @@ fn serve(booted: Booted) -> Result<(), String> {
         let _ = machine.user.set((uid, gid));
         let daemon = Daemon::new(identity.config, open_files, null, None, false, Some(machine.clone()))
             .map_err(|error| format!("cannot start: {error}"))?;
-        daemon.pool.expect(standing);
+        standing.into_iter().for_each(|one| daemon.pool.expect(Some(one)));
         let mut children =
             signal(SignalKind::child()).map_err(|error| format!("cannot watch signals: {error}"))?;
         let reaper = daemon.clone();

@@ -92,7 +92,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     }
     harden()?;
     let open_files = raise_open_files();
-    let standing = standing::first().ok();
+    let standing = standing::first();
     let private = config.clone();
     let config = Config::load(config)?;
     if let Some(limit) = config.pids_limit {
@@ -113,7 +113,7 @@ fn serve(listen: Place, config: Place) -> Result<(), String> {
     let result = LocalSet::new().block_on(&runtime, async {
         let daemon = Daemon::new(config, open_files, null, Some(address), socket.is_some(), None)
             .map_err(|error| format!("cannot start: {error}"))?;
-        daemon.pool.expect(standing);
+        standing.into_iter().for_each(|one| daemon.pool.expect(Some(one)));
         let broken = |error| format!("cannot watch signals: {error}");
         let mut children = signal(SignalKind::child()).map_err(broken)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(broken)?;

@@ -7,10 +7,10 @@
 //! ```
 //!
 //! A fork of the daemon copies the page tables of a process with threads and a heap, and later every page that either
-//! side writes; then the new process sets itself up. The first standing supervisor is forked before the daemon has
-//! threads or a configuration, and does all that once: a job costs it a message and the fork of the command. Others
+//! side writes; then the new process sets itself up. The first standing supervisors are forked before the daemon has
+//! threads or a configuration, and do all that once: a job costs it a message and the fork of the command. Others
 //! are forked by it, as children of the daemon (`CLONE_PARENT`), when a job takes the last idle one, after the
-//! command's own fork. So none has seen what the daemon learns. (In a machine the first is forked behind the boot,
+//! command's own fork. So none has seen what the daemon learns. (In a machine the first are forked behind the boot,
 //! which has read the drive with the key unless it was a template's; as long as the machine runs the daemon holds that
 //! key too.)
 //!
@@ -20,7 +20,7 @@
 
 use crate::launch::{Command, Plan, Terms};
 use crate::supervisor::{self, CONTROL, GROUP, Report};
-use libc::{c_char, c_int, c_ulong, sock_filter};
+use libc::{c_char, c_int, c_ulong, pid_t, sock_filter};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::convert::Infallible;
 use std::ffi::CStr;
@@ -47,14 +47,21 @@ const ANNOUNCED: u8 = 2;
 const BREED: u8 = 4;
 const TTY: u8 = 8;
 
-/// Fork a supervisor that waits for jobs and answer the daemon's end of its socket. Only while this process has one
-/// thread.
-pub fn first() -> io::Result<OwnedFd> {
-    let (own, other) = pair()?;
+/// How many there are from the beginning: where none can be forked beside another, one for whoever runs a command after
+/// the other, whose last supervisor may not be idle again yet.
+const FIRST: usize = 2;
+
+/// Fork supervisors that wait for jobs, as far as there is room, and answer the daemon's ends of their sockets. Only while
+/// this process has one thread.
+pub fn first() -> Vec<OwnedFd> {
     let filter = crate::seccomp::filter();
-    // SAFETY: the child makes system calls alone and never returns.
-    supervisor::fork_with(|| unsafe { stand(other.as_raw_fd(), &filter) })?;
-    Ok(own)
+    let one = || -> io::Result<OwnedFd> {
+        let (own, other) = pair()?;
+        // SAFETY: the child makes system calls alone and never returns.
+        supervisor::fork_with(|| unsafe { stand(other.as_raw_fd(), &filter) })?;
+        Ok(own)
+    };
+    (0..FIRST).map_while(|_| one().ok()).collect()
 }
 
 /// The two ends of a supervisor's socket: the daemon's, which does not block, and the other.
@@ -127,10 +134,11 @@ unsafe fn stand(control: c_int, filter: &[sock_filter]) -> Infallible {
         supervisor::close_from(CONTROL + 1);
         let mut room =
             Room { bytes: MaybeUninit::uninit(), pointers: [MaybeUninit::uninit(); MOST_STRINGS + 2] };
+        let mut breeds = true;
         loop {
             Report::Idle { pid: libc::getpid() }.send(CONTROL);
             let length = receive(&mut room);
-            serve(&mut room, length, filter);
+            serve(&mut room, length, filter, &mut breeds);
         }
     }
 }
@@ -185,7 +193,7 @@ unsafe fn receive(room: &mut Room) -> usize {
 ///
 /// # Safety
 /// As for [`stand`].
-unsafe fn serve(room: &mut Room, length: usize, filter: &[sock_filter]) {
+unsafe fn serve(room: &mut Room, length: usize, filter: &[sock_filter], breeds: &mut bool) {
     // SAFETY: the kernel has filled that many bytes.
     let bytes = unsafe { std::slice::from_raw_parts(room.bytes.as_ptr().cast::<u8>(), length) };
     let flags = bytes[1];
@@ -194,7 +202,7 @@ unsafe fn serve(room: &mut Room, length: usize, filter: &[sock_filter]) {
     unsafe {
         let Some(command) = read(bytes, &mut room.pointers, filter) else { libc::_exit(1) };
         let tree = supervisor::begin(&command, grouped, flags & ANNOUNCED != 0);
-        if flags & BREED != 0 && breed(if grouped { GROUP + 1 } else { GROUP }) {
+        if flags & BREED != 0 && breed(if grouped { GROUP + 1 } else { GROUP }, breeds) {
             // This is the new one, which has no tree.
             libc::explicit_bzero(room.bytes.as_mut_ptr().cast(), length);
             return;
@@ -250,20 +258,33 @@ fn read<'a>(
     (arguments > 0).then(|| Command { argv, envp: argv.wrapping_add(arguments + 1), cwd, terms, filter })
 }
 
-/// Fork a supervisor beside this one; `true` in it.
+/// Fork a supervisor beside this one, where this kernel `breeds` any; `true` in it.
+///
+/// gVisor takes `CLONE_PARENT` and makes a child all the same, which would be one of the tree. Such a one ends at once, and
+/// is reaped before anybody can ask for the tree; it was the last.
 ///
 /// # Safety
 /// As for [`stand`].
-unsafe fn breed(socket: c_int) -> bool {
+unsafe fn breed(socket: c_int, breeds: &mut bool) -> bool {
     const NONE: c_ulong = 0;
     // SAFETY: a plain fork, whose child has the parent of this process for its own; and descriptors of its own.
     unsafe {
+        if !*breeds {
+            libc::close(socket);
+            return false;
+        }
+        let own = libc::getpid();
         let flags = (libc::CLONE_PARENT | libc::SIGCHLD) as c_ulong;
-        let child = libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE);
+        let child = libc::syscall(libc::SYS_clone, flags, NONE, NONE, NONE, NONE) as pid_t;
         if child != 0 {
             // Where it failed the daemon hears of it by the end of this socket.
             libc::close(socket);
+            // Nobody can wait for a process that is not a child.
+            *breeds = child < 0 || libc::waitpid(child, std::ptr::null_mut(), 0) < 0;
             return false;
+        }
+        if libc::getppid() == own {
+            libc::_exit(0);
         }
         libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1 as c_ulong);
         if libc::dup3(socket, CONTROL, libc::O_CLOEXEC) < 0 {
