@@ -88,8 +88,8 @@ class Part:
             ],
             setsid=True,
             setsigmask=[],
-            # Python ignores the first two, and a shell the others of what it starts in the background.
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT],
+            # Python ignores the first two, a shell the next two of what runs in the background, nohup the last.
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP],
         )
         say(f"{self.name}: begins; its output is in {self.log.relative_to(ROOT)}")
 
